@@ -1,0 +1,23 @@
+"""Where things lie. Notebooks, tests and the command line start from different folders, so nothing resolves from '.'."""
+
+import os
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+DATA = ROOT / "data"
+REFERENCE = DATA / "reference"
+RUNS = DATA / "runs"
+FIGURES = ROOT / "figures"
+NOTEBOOKS = ROOT / "notebooks"
+BUILD = ROOT / "build"
+
+
+def cache_dir() -> Path:
+    """Folder for files that can be made again (dequantised weights), created when missing.
+
+    ``LABKIT_CACHE`` wins over ``XDG_CACHE_HOME``, which wins over ``~/.cache``.
+    """
+    base = os.environ.get("LABKIT_CACHE")
+    folder = Path(base) if base else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "labkit"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
