@@ -12,9 +12,7 @@ from labkit.errors import InputError
 def _per_request(name: str, value: int | Sequence[int], batch_size: int) -> list[int]:
     values = [value] * batch_size if isinstance(value, int) else [int(item) for item in value]
     if len(values) != batch_size:
-        raise ValueError(
-            f"{name} must hold one value per request (batch_size={batch_size}), got {len(values)}"
-        )
+        raise ValueError(f"{name} must hold one value per request (batch_size={batch_size}), got {len(values)}")
     if min(values) < 0:
         raise ValueError(f"{name} must not be negative, got {values}")
     return values
@@ -36,7 +34,7 @@ class PagedKVCache:
     Attributes
     ----------
     k, v
-        ``[num_layers, num_pages, page_size, num_kv_heads, head_dim]``. Slots that hold no token are undefined to readers.
+        ``[num_layers, num_pages, page_size, num_kv_heads, head_dim]``. Slots without a token hold anything.
     page_table
         int32 ``[batch_size, max_pages]`` on `device`: page of each block of `page_size` tokens.
 
@@ -97,7 +95,7 @@ class PagedKVCache:
         self._bind(order.view(batch_size, max_pages), list(range(batch_size)))
 
     def _flatten(self) -> None:
-        """Per-layer views ``[num_pages * page_size, num_kv_heads, head_dim]``, made once because the hot path needs them."""
+        """Views ``[num_pages * page_size, num_kv_heads, head_dim]`` per layer, made once for the hot path."""
         shape = (-1, self.num_kv_heads, self.head_dim)
         self._k_slots = [layer.view(shape) for layer in self.k]
         self._v_slots = [layer.view(shape) for layer in self.v]
@@ -192,9 +190,7 @@ class PagedKVCache:
 
     def _set_lens(self, lens: list[int]) -> None:
         if max(lens) > self.max_context_len:
-            raise ValueError(
-                f"context_len must be at most max_context_len={self.max_context_len}, got {max(lens)}"
-            )
+            raise ValueError(f"context_len must be at most max_context_len={self.max_context_len}, got {max(lens)}")
         for request, value in zip(self._requests, lens, strict=True):
             self._lens[request] = value
 

@@ -30,9 +30,7 @@ def _at_least(minimum: int, **values: object) -> None:
 
 def _divides(num_qo_heads: int, num_kv_heads: int) -> None:
     if num_qo_heads % num_kv_heads:
-        raise InputError(
-            f"num_qo_heads must be a multiple of num_kv_heads={num_kv_heads}, got {num_qo_heads}"
-        )
+        raise InputError(f"num_qo_heads must be a multiple of num_kv_heads={num_kv_heads}, got {num_qo_heads}")
 
 
 @dataclass(frozen=True)
@@ -140,9 +138,7 @@ class ModelShape:
     source: str = ""
 
     def __post_init__(self) -> None:
-        sizes = {
-            field.name: getattr(self, field.name) for field in fields(self) if field.type in (int, "int")
-        }
+        sizes = {field.name: getattr(self, field.name) for field in fields(self) if field.type in (int, "int")}
         _at_least(1, **sizes)
         _divides(self.num_qo_heads, self.num_kv_heads)
 

@@ -26,8 +26,8 @@ ENTRY_POINT_GROUP = "labkit.attention"
 class AttentionSpec:
     """What to compute beside the shapes. The mask is always causal and lower-right aligned.
 
-    `sm_scale` multiplies the logits (default ``1 / sqrt(head_dim)``). `max_splits` caps the KV splits of backends that
-    split; the others ignore it, as an engine flag would be ignored.
+    `sm_scale` multiplies the logits (default ``1 / sqrt(head_dim)``). `max_splits` caps the KV splits of the
+    backends that split; the others ignore it, as they would an engine's flag.
     """
 
     sm_scale: float | None = None
@@ -73,9 +73,7 @@ _BACKENDS: dict[str, str | Backend] = {
 def _from_module(module: ModuleType) -> Backend:
     missing = [name for name in ("NAME", "supports", "prepare") if not hasattr(module, name)]
     if missing:
-        raise InputError(
-            f"a backend module must define NAME, supports and prepare, {module.__name__} lacks {missing}"
-        )
+        raise InputError(f"a backend module must define NAME, supports and prepare, {module.__name__} lacks {missing}")
     file = Path(str(module.__file__))
     paths = [file, *(file.parent / name for name in getattr(module, "SOURCES", ()))]
     return Backend(module.NAME, module.supports, module.prepare, tuple(path.read_text() for path in paths))
@@ -90,9 +88,7 @@ def _lookup(name: str) -> Backend:
     if entry is None:
         points = _entry_points()
         if name not in points:
-            raise InputError(
-                f"backend must be one of {', '.join(sorted({*_BACKENDS, *points}))}, got {name!r}"
-            )
+            raise InputError(f"backend must be one of {', '.join(sorted({*_BACKENDS, *points}))}, got {name!r}")
         entry = points[name].value
     if isinstance(entry, str):
         try:
@@ -103,9 +99,7 @@ def _lookup(name: str) -> Backend:
     return entry
 
 
-def register_backend(
-    name: str, prepare_fn: Prepare, *, supports: Supports, source: str | None = None
-) -> None:
+def register_backend(name: str, prepare_fn: Prepare, *, supports: Supports, source: str | None = None) -> None:
     """Add or replace a backend for this process, as from a notebook cell.
 
     Parameters
@@ -126,17 +120,13 @@ def register_backend(
         The source of `prepare_fn` cannot be read and none was given.
     """
     known = _BACKENDS.get(name)
-    if isinstance(known, str) or (
-        known is not None and known.prepare.__module__.startswith("labkit.attention.")
-    ):
+    if isinstance(known, str) or (known is not None and known.prepare.__module__.startswith("labkit.attention.")):
         raise InputError(f"name must not be that of a built-in backend, got {name!r}")
     if source is None:
         try:
             source = inspect.getsource(prepare_fn)
         except (OSError, TypeError) as error:
-            raise ValueError(
-                f"source must be given when prepare_fn's own cannot be read ({error})"
-            ) from error
+            raise ValueError(f"source must be given when prepare_fn's own cannot be read ({error})") from error
     _BACKENDS[name] = Backend(name, supports, prepare_fn, (source,))
 
 
@@ -165,14 +155,10 @@ def load_backend_file(path: str | Path) -> list[str]:
         raise InputError(f"backend file {file.name} failed: {type(error).__name__}: {error}") from error
     if hasattr(module, "NAME"):
         backend = _from_module(module)
-        register_backend(
-            backend.name, backend.prepare, supports=backend.supports, source="\n".join(backend.source)
-        )
+        register_backend(backend.name, backend.prepare, supports=backend.supports, source="\n".join(backend.source))
     added = [name for name, entry in _BACKENDS.items() if before.get(name) != entry]
     if not added:
-        raise InputError(
-            f"backend file {file.name} must call register_backend or define NAME, supports and prepare"
-        )
+        raise InputError(f"backend file {file.name} must call register_backend or define NAME, supports and prepare")
     return added
 
 
@@ -222,15 +208,15 @@ class PreparedAttention:
     backend
         Its name.
     info
-        What really runs: ``resolved_kernel``, ``num_programs``, ``num_splits``, ``kv_passes`` (times each K and V byte is
-        read per call), and what the backend adds, such as ``grid`` and ``workspace_bytes``. None where not known.
-    q, out, lse
-        ``[batch_size, q_len, num_qo_heads, head_dim]`` twice and float32 ``[batch_size, q_len, num_qo_heads]`` or None.
+        What really runs: ``resolved_kernel``, ``num_programs``, ``num_splits``, ``kv_passes`` (times a call reads
+        each byte of K and V) and what the backend adds (``grid``, ``workspace_bytes``). None where not known.
+    q, out
+        ``[batch_size, q_len, num_qo_heads, head_dim]``.
+    lse
+        float32 ``[batch_size, q_len, num_qo_heads]``, natural logarithm, or None.
     """
 
-    def __init__(
-        self, backend: str, run: Run, info: dict[str, Any], q: Tensor, out: Tensor, lse: Tensor | None
-    ):
+    def __init__(self, backend: str, run: Run, info: dict[str, Any], q: Tensor, out: Tensor, lse: Tensor | None):
         self.backend, self.info, self._run = backend, info, run
         self.q, self.out, self.lse = q, out, lse
 
@@ -253,12 +239,9 @@ def shape_of(q: Tensor, cache: PagedKVCache) -> AttentionShape:
     if q.dim() != 4:
         raise ValueError(f"q must be [batch_size, q_len, num_qo_heads, head_dim], got {tuple(q.shape)}")
     batch_size, q_len, num_qo_heads, head_dim = q.shape
-    for name, got, wanted in (
-        ("batch_size", batch_size, cache.batch_size),
-        ("head_dim", head_dim, cache.head_dim),
-    ):
-        if got != wanted:
-            raise ValueError(f"{name} of q must equal the cache's {wanted}, got {got}")
+    for name, got, size in (("batch_size", batch_size, cache.batch_size), ("head_dim", head_dim, cache.head_dim)):
+        if got != size:
+            raise ValueError(f"{name} of q must equal the cache's {size}, got {got}")
     if q.device.type != cache.device.type:
         raise ValueError(f"q must be on the cache's device {cache.device}, got {q.device}")
     shape = AttentionShape(
@@ -331,7 +314,7 @@ def prepare(
 
 
 def max_error(out: Tensor, ref: Tensor) -> float:
-    """``max|out - ref| / max|ref|``, in float64; infinite when `out` holds a NaN or an infinity that `ref` does not."""
+    """``max|out - ref| / max|ref|`` in float64; infinite when `out` holds a NaN or an infinity."""
     difference = (out.double() - ref.double()).abs().max()
     error = (difference / ref.double().abs().max()).item()
     return error if math.isfinite(error) else math.inf

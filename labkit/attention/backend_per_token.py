@@ -1,4 +1,7 @@
-"""Verify as `q_len` single-token calls, as engines do whose decode kernel takes one query: K and V are read `q_len` times."""
+"""Verify as `q_len` single-token calls, as an engine does whose decode kernel takes one query.
+
+K and V are read `q_len` times.
+"""
 
 from typing import Any
 
@@ -15,5 +18,5 @@ supports = dense_supports
 
 
 def prepare(q: Tensor, cache: PagedKVCache, spec: AttentionSpec) -> tuple[Run, dict[str, Any]]:
-    """One call per query token, each over the keys that the token sees; without a mask. At ``q_len`` 1 it equals `sdpa`."""
+    """One call per query token over the keys that it sees, without a mask. At ``q_len`` 1 it equals `sdpa`."""
     return prepare_dense(q, cache, spec, rows_per_call=1)

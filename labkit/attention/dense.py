@@ -1,7 +1,7 @@
 """Attention through ``scaled_dot_product_attention`` on dense K and V: what `sdpa` and `per_token` share.
 
-The query heads of one KV head become query rows (``[batch_size, num_kv_heads, rows * group_size, head_dim]``), so K and V
-are read once per call and not once per query head.
+The query heads of one KV head become query rows (``[batch_size, num_kv_heads, rows * group_size, head_dim]``),
+so K and V are read once per call and not once per query head.
 """
 
 import math
@@ -80,7 +80,7 @@ def _plan(q: Tensor, cache: PagedKVCache, rows_per_call: int) -> list[_Call]:
 
 
 def _lse(rows: Tensor, k: Tensor, mask: Tensor | None, sm_scale: float) -> Tensor:
-    """Natural-log sum of exponentials of the logits in float32, ``[batch_size, num_kv_heads, rows]``, in chunks of keys."""
+    """Natural-log sum of exponentials of the logits, float32 ``[batch_size, num_kv_heads, rows]``."""
     parts = []
     for first in range(0, k.shape[2], KEYS_PER_CHUNK):
         keys = slice(first, first + KEYS_PER_CHUNK)
@@ -96,7 +96,7 @@ def prepare_dense(
 ) -> tuple[Run, dict[str, Any]]:
     """Attention of at most `rows_per_call` query tokens per kernel call; each call reads all of its K and V.
 
-    ``scaled_dot_product_attention`` returns no lse, so asking for it adds a second pass over K (`kv_passes` counts it).
+    ``scaled_dot_product_attention`` returns no lse, so asking for it adds a pass over K (counted in `kv_passes`).
     """
     calls = _plan(q, cache, rows_per_call)
     sm_scale = spec.scale(q.shape[-1])
@@ -114,17 +114,16 @@ def prepare_dense(
             result = result.view(grouped[0], num_kv_heads, grouped[1], group_size, head_dim)
             call.of(out).view(*grouped, head_dim).copy_(result.transpose(1, 2))
             if lse is not None:
-                logsums = _lse(rows, k, call.mask, sm_scale).view(
-                    grouped[0], num_kv_heads, grouped[1], group_size
-                )
+                logsums = _lse(rows, k, call.mask, sm_scale).view(grouped[0], num_kv_heads, grouped[1], group_size)
                 call.of(lse).view(grouped).copy_(logsums.transpose(1, 2))
 
     is_ragged = len(set(cache.context_lens)) > 1
     is_view = all(map(cache.is_view, range(cache.batch_size))) if is_ragged else cache.stacked_is_view()
     where = "K/V read in place" if is_view else "K/V gathered from the pages in every call"
+    kernel = f"scaled_dot_product_attention on {q.device.type}, packed GQA rows, {len(calls)} calls, {where}"
     passes = -(-q.shape[1] // rows_per_call)
     info = {
-        "resolved_kernel": f"scaled_dot_product_attention on {q.device.type}, packed GQA rows, {len(calls)} calls, {where}",
+        "resolved_kernel": kernel,
         "num_programs": None,
         "num_splits": None,
         "kv_passes": passes * (2 if spec.return_lse else 1),

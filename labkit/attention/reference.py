@@ -30,14 +30,14 @@ def paged_keys(cache: PagedKVCache, layer: int, request: int, first: int, last: 
 
 
 def oracle(q: Tensor, cache: PagedKVCache, layer: int, sm_scale: float) -> tuple[Tensor, Tensor]:
-    """Attention in float64 over the cached and the `q_len` new tokens, with a running softmax over chunks of keys.
+    """Attention over the cached and the `q_len` new tokens, with a running softmax over chunks of keys.
 
     Returns
     -------
     out : float64 ``[batch_size, q_len, num_qo_heads, head_dim]``
     lse : float64 ``[batch_size, q_len, num_qo_heads]``, natural logarithm
     """
-    batch_size, q_len, num_qo_heads, head_dim = q.shape
+    _, q_len, num_qo_heads, head_dim = q.shape
     group_size = num_qo_heads // cache.num_kv_heads
     out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float64, device=q.device)
