@@ -67,7 +67,7 @@ def _array(column: Column, values: list[Any]) -> pa.Array:
         if not (fits[column.type] or pa.types.is_null(kind)):
             raise InputError(f"{column.name}: wanted {column.type}, got {kind}")
         return array.cast(column.type)
-    except pa.ArrowException as error:
+    except (pa.ArrowException, OverflowError) as error:
         raise InputError(f"{column.name}: wanted {column.type}, got {str(error).splitlines()[0]}") from error
 
 
@@ -235,8 +235,10 @@ def run_files(path: Path) -> list[Path]:
         No such file or folder, or a file of another kind.
     """
     if path.is_dir():
-        return sorted(f for f in path.rglob("*.parquet") if RUN_ID.fullmatch(f.stem))
-    if not path.exists():
+        # A sidecar alone counts: a run whose rows are gone must be missed, not passed over.
+        named = (file for suffix in (".parquet", ".json") for file in path.rglob(f"*{suffix}"))
+        return sorted({file.with_suffix(".parquet") for file in named if RUN_ID.fullmatch(file.stem)})
+    if not path.exists() and not (path.suffix == ".parquet" and path.with_suffix(".json").exists()):
         raise InputError(f"{path}: no such file or folder; wanted a run or a folder of runs")
     if path.suffix not in (".parquet", ".json"):
         raise InputError(f"{path}: wanted a run's .parquet or .json, or a folder of runs")

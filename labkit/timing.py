@@ -73,13 +73,20 @@ def _displacer(device: str) -> tuple[Callable[[], object], int]:
     return buffer.sum, num_bytes
 
 
+def _wait_for(device: str) -> None:
+    import torch
+
+    torch.cuda.synchronize(device)
+
+
 def _captured(call: Callable[[], object]) -> Callable[[], object]:
-    """The call as a CUDA graph."""
+    """The call as a CUDA graph, replayed once, since the first replay also uploads it."""
     import torch
 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
+    graph.replay()
     return graph.replay
 
 
@@ -148,17 +155,31 @@ def sample_rounds(
     on_cpu = device == "cpu"
     if graph and on_cpu:
         raise InputError("graph: wanted False on the cpu, got True")
-    if not on_cpu:
-        import torch
+    if on_cpu:
+        return _run_rounds(calls, num_rounds, samples_per_round, num_warmup, device, l2, graph, seed)
+    import torch
 
-        torch.cuda.set_device(device)
+    with torch.cuda.device(device):
+        return _run_rounds(calls, num_rounds, samples_per_round, num_warmup, device, l2, graph, seed)
+
+
+def _run_rounds(
+    calls: dict[str, Callable[[], object]],
+    num_rounds: int,
+    samples_per_round: int,
+    num_warmup: int,
+    device: str,
+    l2: str,
+    graph: bool,
+    seed: int,
+) -> list[dict[str, Any]]:
     for call in calls.values():
         for _ in range(num_warmup):
             call()
     if graph:
         calls = {name: _captured(call) for name, call in calls.items()}
     displace, displaced_bytes = _displacer(device) if l2 == "cold" else (lambda: None, 0)
-    timer = _host_timer if on_cpu else _event_timer
+    timer = _host_timer if device == "cpu" else _event_timer
     order, names = random.Random(seed), list(calls)
     rows: list[dict[str, Any]] = []
     for round_index in range(num_rounds):
@@ -168,18 +189,10 @@ def sample_rounds(
             for sample in range(samples_per_round):
                 displace()
                 pending.append((name, sample, timer(calls[name])))
-        if not on_cpu:
-            torch.cuda.synchronize()
-        rows += [
-            {
-                "name": name,
-                "round": round_index,
-                "sample": sample,
-                "ms": read(),
-                "displaced_bytes": displaced_bytes,
-            }
-            for name, sample, read in pending
-        ]
+        if device != "cpu":
+            _wait_for(device)
+        same = {"round": round_index, "displaced_bytes": displaced_bytes}
+        rows += [{"name": name, "sample": sample, "ms": read(), **same} for name, sample, read in pending]
     return rows
 
 
