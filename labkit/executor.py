@@ -14,7 +14,7 @@ from typing import Any
 
 from labkit.errors import InputError
 from labkit.provenance import redact, utc_now
-from labkit.worker import measure_point, resolve
+from labkit.worker import measure_group, measure_point, resolve
 
 START_TIMEOUT_S = 600.0  # importing torch on a cold network disk
 
@@ -22,6 +22,15 @@ Point = dict[str, Any]
 Outcome = dict[
     str, Any
 ]  # status, samples, fields, reason, detail, bad_input: see `labkit.worker.measure_point`
+
+Batch = list[tuple[str, Point]]  # keys and points measured in one call: one point, or a whole group
+
+
+def _timed(batch: Batch, found: list[Outcome], started: str, begin: float) -> Iterator[tuple[str, Outcome]]:
+    """Keys and outcomes; the seconds of a group are shared out evenly."""
+    seconds = round((time.monotonic() - begin) / len(batch), 6)
+    for (key, _), outcome in zip(batch, found, strict=True):
+        yield key, {**outcome, "started": started, "seconds": seconds}
 
 
 def function_name(measure: str | Callable[..., Any]) -> str:
@@ -54,12 +63,16 @@ class InProcess:
         """``function(argument)`` as an outcome; the time limit cannot be kept here."""
         return measure_point(resolve(function), argument)
 
-    def outcomes(self, tasks: Iterator[tuple[str, Point]], timeout_s: float) -> Iterator[tuple[str, Outcome]]:
-        """The key of each point and what came of it, in order, one at a time."""
-        for key, point in tasks:
+    def outcomes(self, batches: Iterator[Batch], timeout_s: float) -> Iterator[tuple[str, Outcome]]:
+        """The key of each point and what came of it, batch by batch."""
+        for batch in batches:
             started, begin = utc_now(), time.monotonic()
-            outcome = measure_point(self._measure, point)
-            yield key, {**outcome, "started": started, "seconds": round(time.monotonic() - begin, 6)}
+            points = [point for _, point in batch]
+            if "group" in points[0]:
+                found = measure_group(self._measure, points)
+            else:
+                found = [measure_point(self._measure, points[0])]
+            yield from _timed(batch, found, started, begin)
 
     def close(self) -> None:
         """Nothing to end."""
@@ -170,13 +183,40 @@ class WorkerProcess:
             self.close()
         return outcome
 
-    def outcomes(self, tasks: Iterator[tuple[str, Point]], timeout_s: float) -> Iterator[tuple[str, Outcome]]:
-        """The key of each point and what came of it, in order, one at a time."""
-        for key, point in tasks:
+    def outcomes(self, batches: Iterator[Batch], timeout_s: float) -> Iterator[tuple[str, Outcome]]:
+        """The key of each point and what came of it, batch by batch."""
+        for batch in batches:
             self._running()
             started, begin = utc_now(), time.monotonic()
-            outcome = self.call(self._measure, point, timeout_s)
-            yield key, {**outcome, "started": started, "seconds": round(time.monotonic() - begin, 6)}
+            found = self._measure_batch([point for _, point in batch], timeout_s)
+            yield from _timed(batch, found, started, begin)
+
+    def _measure_batch(self, points: list[Point], timeout_s: float) -> list[Outcome]:
+        """One outcome per point; ``timeout_s`` is per point.
+
+        A group that takes the worker down says nothing about which point did it. Each is then tried alone, and those
+        that survive are measured together once more: arms that were not interleaved must not be compared.
+        """
+        if "group" not in points[0]:
+            return [self.call(self._measure, points[0], timeout_s)]
+        answer = self._ask_group(points, timeout_s)
+        if answer["status"] == "ok":
+            return answer["outcomes"]
+        if len(points) == 1:
+            return [answer]
+        alone = [self._ask_group([point], timeout_s) for point in points]
+        survivors = [point for point, outcome in zip(points, alone, strict=True) if outcome["status"] == "ok"]
+        again = self._ask_group(survivors, timeout_s) if survivors else answer
+        together = iter(again["outcomes"] if again["status"] == "ok" else [again] * len(survivors))
+        return [next(together) if outcome["status"] == "ok" else outcome for outcome in alone]
+
+    def _ask_group(self, points: list[Point], timeout_s: float) -> Outcome:
+        process = self._running()
+        self._errors.truncate(0)
+        outcome = self._ask(process, {"function": self._measure, "points": points}, timeout_s * len(points))
+        if outcome["status"] == "crashed":
+            self.close()
+        return outcome
 
     def close(self) -> None:
         """End the worker and what it started. A worker that is told to end may be in no state to listen."""

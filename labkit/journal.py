@@ -134,6 +134,11 @@ class Journal:
         attempt = self.attempts.get(point_key)
         return attempt is not None and attempt.status in FINAL_STATUSES
 
+    def is_ok(self, point_key: str) -> bool:
+        """Whether the point has samples."""
+        attempt = self.attempts.get(point_key)
+        return attempt is not None and attempt.status == "ok"
+
     def records(self) -> Iterator[dict[str, Any]]:
         """The last attempt at each point, in the order of the journal."""
         with open(self.path, "rb") as file:

@@ -13,7 +13,7 @@ from typing import Any
 
 from labkit.check import check_table
 from labkit.errors import InputError
-from labkit.executor import InProcess, Outcome, Point, WorkerProcess, function_name
+from labkit.executor import Batch, InProcess, Outcome, Point, WorkerProcess, function_name
 from labkit.journal import (
     RESERVED,
     Journal,
@@ -153,12 +153,26 @@ class _Budget:
         alike = self._seconds.get(self._kind(point)) or [s for part in self._seconds.values() for s in part]
         return statistics.median(alike) if alike else 0.0
 
-    def limit(self, tasks: Iterable[tuple[str, Point]]) -> Iterator[tuple[str, Point]]:
-        for key, point in tasks:
-            if self._deadline is not None and time.monotonic() + self._expected_s(point) >= self._deadline:
+    def limit(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        for batch in batches:
+            expected_s = sum(self._expected_s(point) for _, point in batch)
+            if self._deadline is not None and time.monotonic() + expected_s >= self._deadline:
                 self.stopped = True
                 return
-            yield key, point
+            yield batch
+
+
+def _batches(journal: Journal, keyed: dict[str, Point]) -> list[Batch]:
+    """What is left to measure, in order. A group that is not whole is measured again as a whole.
+
+    Its arms must have been interleaved to be compared; of those, only arms that cannot run are left out.
+    """
+    batches = []
+    for _, batch in itertools.groupby(keyed.items(), lambda item: item[1].get("group", item[0])):
+        points = list(batch)
+        if not all(journal.is_final(key) for key, _ in points):
+            batches.append([(key, point) for key, point in points if not journal.is_final(key) or journal.is_ok(key)])
+    return batches
 
 
 def _record(header: dict[str, Any], key: str, point: Point, outcome: Outcome) -> dict[str, Any]:
@@ -202,12 +216,12 @@ def _measure_all(
     show_progress: bool,
 ) -> int:
     """Measure and store what is not final yet; the number of points measured."""
-    todo = [(key, point) for key, point in keyed.items() if not journal.is_final(key)]
+    todo = _batches(journal, keyed)
     num_measured, bar = 0, None
     try:
         journal.append(_session(runner, calibrate_on))
         if show_progress:
-            bar = progress(len(keyed), journal.header["experiment"], initial=len(keyed) - len(todo))
+            bar = progress(len(keyed), journal.header["experiment"], initial=len(keyed) - sum(map(len, todo)))
         for key, outcome in runner.outcomes(budget.limit(todo), timeout_s):
             if outcome.get("bad_input") and num_measured == 0:
                 # The first refusal is about what the user asked for; later ones are rows.
@@ -279,7 +293,8 @@ def run_sweep(
         ``seed`` in it, and returns a list of samples (dicts of columns) or ``{"samples": [...], column:
         value, ...}`` with values that hold for all of them. It raises Unsupported or BackendUnavailable
         (status unsupported), MemoryError or torch's out-of-memory error (oom), WrongResult (wrong); anything
-        else is status error.
+        else is status error. Adjacent points with one ``group`` are interleaved: ``measure`` gets them as a list
+        and returns a list, for each point its samples or the exception that stopped it alone.
     experiment : str
         attention, step, acceptance or loop.
     out_dir : str or Path

@@ -70,18 +70,47 @@ def measure_point(measure: Callable[[dict[str, Any]], Any], point: dict[str, Any
         and ``bad_input`` when the user is to blame.
     """
     try:
-        result = measure(point)
-        fields = dict(result) if isinstance(result, dict) else {"samples": result}
-        samples = [dict(sample) for sample in fields.pop("samples")]
-        if not samples:
-            raise ValueError("measure returned no samples; wanted at least one")
-        return {"status": "ok", "samples": samples, "fields": fields}
+        return _success(measure(point))
     except Exception as error:  # every failure is a row
-        detail = redact("".join(traceback.format_exception(error))[-4000:])
-        bad_input = type(error).__name__ == "InputError"
-        status, reason = status_of(error), one_line(error)
+        outcome = _failure(error)
     _free_memory()
-    return {"status": status, "reason": reason, "detail": detail, "bad_input": bad_input}
+    return outcome
+
+
+def measure_group(measure: Callable[[list[dict[str, Any]]], Any], points: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Call ``measure(points)`` once for points that must be interleaved; one outcome per point, as `measure_point` gives.
+
+    ``measure`` returns, in order, what each point yields, or the exception that stopped this point alone. What it raises
+    stops them all.
+    """
+    try:
+        results = list(measure(points))
+        if len(results) != len(points):
+            raise ValueError(f"measure returned {len(results)} results for a group of {len(points)} points")
+    except Exception as error:  # every failure is a row
+        results = [error] * len(points)
+    outcomes = []
+    for result in results:
+        try:
+            outcomes.append(_failure(result) if isinstance(result, Exception) else _success(result))
+        except Exception as error:  # not what a measuring function may return
+            outcomes.append(_failure(error))
+    _free_memory()
+    return outcomes
+
+
+def _success(result: Any) -> dict[str, Any]:
+    fields = dict(result) if isinstance(result, dict) else {"samples": result}
+    samples = [dict(sample) for sample in fields.pop("samples")]
+    if not samples:
+        raise ValueError("measure returned no samples; wanted at least one")
+    return {"status": "ok", "samples": samples, "fields": fields}
+
+
+def _failure(error: Exception) -> dict[str, Any]:
+    detail = redact("".join(traceback.format_exception(error))[-4000:])
+    bad_input = type(error).__name__ == "InputError"
+    return {"status": status_of(error), "reason": one_line(error), "detail": detail, "bad_input": bad_input}
 
 
 def _free_memory() -> None:
@@ -119,7 +148,7 @@ def _answer(file: IO[str], content: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Answer requests ``{"function": ..., "point": ...}`` until the parent closes the pipe."""
+    """Answer requests ``{"function": ..., "point": ... or "points": [...]}`` until the parent closes the pipe."""
     # Libraries print on descriptor 1 and read 0: give the pipe other numbers.
     incoming, outgoing = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -132,6 +161,10 @@ def main() -> None:
         request = requests.get()
         if "point" in request:
             _answer(outgoing, measure_point(resolve(request["function"]), request["point"]))
+        elif "points" in request:
+            outcomes = measure_group(resolve(request["function"]), request["points"])
+            broken = next((outcome for outcome in outcomes if outcome["status"] == "crashed"), None)
+            _answer(outgoing, broken or {"status": "ok", "outcomes": outcomes})
         else:
             resolve(request["function"])
             _answer(outgoing, {"status": "ok"})

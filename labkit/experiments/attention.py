@@ -110,6 +110,7 @@ def measure(cell: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception
     from labkit.timing import sample_rounds
 
     first, shape = cell[0], shape_of(cell[0])
+    common.load_backends(first)
     generator = torch.Generator().manual_seed(first["seed"])
     inputs = make_inputs(shape, generator=generator, device=common.device(), page_order=first["page_order"])
     results: list[list[dict[str, Any]] | Exception] = [[] for _ in cell]

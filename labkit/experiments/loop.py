@@ -132,6 +132,7 @@ def measure(arms: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception
         except Exception as error:  # handed to the sweep, which stores it as this arm's status
             results[index] = error
     first = arms[0]
+    common.load_backends(first)
     prompt_ids, _ = prompt_tokens(
         first["target"], first["workload"], first["prompt_id"], first["context_len"]
     )
