@@ -11,6 +11,7 @@ from typing import Any
 from labkit.cost import kv_bytes_read
 from labkit.errors import InputError
 from labkit.experiments import common
+from labkit.provenance import utc_now
 from labkit.shapes import AttentionShape, model_shape
 from labkit.sweep import RunResult
 from labkit.timing import quality_of
@@ -160,7 +161,7 @@ def _facts(shape: AttentionShape, call: Any, error: float, plan_ms: float) -> di
         "num_splits": info.get("num_splits"),
         "workspace_bytes": info.get("workspace_bytes"),
         "error": error,
-        "verified_at": "this shape",
+        "verified_at": utc_now(),
     }
 
 
