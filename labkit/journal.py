@@ -129,6 +129,11 @@ class Journal:
         self._index(record, self._size)
         self._size += len(line)
 
+    def catch_up(self) -> None:
+        """Read again if an interrupt came between a line on disk and its entry in memory."""
+        if self.path.stat().st_size != self._size:
+            self.read()
+
     def is_final(self, point_key: str) -> bool:
         """Whether the point has been measured, or has failed in a way that would only repeat."""
         attempt = self.attempts.get(point_key)
@@ -273,7 +278,7 @@ def compact(journal: Journal) -> Path:
     InputError
         The files cannot be written.
     """
-    journal.read()  # an interrupt can have come between a line on disk and its entry in memory
+    journal.catch_up()
     calibrations = [s["calibration"] for s in journal.sessions if s.get("calibration")]
     counts = counts_by_status(journal)
     sidecar = {

@@ -31,6 +31,7 @@ from labkit.provenance import collect, command_line, digest, environment_digest,
 from labkit.results import new_run_id, run_folder
 from labkit.schema import columns
 
+_ENCODER = json.JSONEncoder(allow_nan=False, default=plain)  # json.dumps makes one per call
 CALIBRATE = "labkit.calibrate:calibration_samples"
 CALIBRATE_TIMEOUT_S = 180.0
 
@@ -75,7 +76,7 @@ def grid(**axes: Any) -> list[Point]:
 
 def point_key(point: Point, backend_digest: str = "") -> str:
     """Every parameter of a point as one stable string, in any order: ``k=4,name="sdpa"@1a2b``."""
-    parts = [f"{name}={json.dumps(point[name], default=plain)}" for name in sorted(point)]
+    parts = [f"{name}={_ENCODER.encode(point[name])}" for name in sorted(point)]
     return ",".join(parts) + (f"@{backend_digest}" if backend_digest else "")
 
 
@@ -86,7 +87,7 @@ def _keyed(
     keyed: dict[str, Point] = {}
     for given in points:
         try:
-            point = json.loads(json.dumps({"seed": seed, **given}, allow_nan=False, default=plain))
+            point = json.loads(_ENCODER.encode({"seed": seed, **given}))
         except (TypeError, ValueError) as error:
             raise InputError(
                 f"points: wanted numbers, texts, lists and null, got {given!r}: {error}"
@@ -108,7 +109,7 @@ def _axes(points: Iterable[Point]) -> dict[str, list[Any]]:
     axes: dict[str, dict[str, Any]] = {}
     for point in points:
         for name, value in point.items():
-            axes.setdefault(name, {}).setdefault(json.dumps(value), value)
+            axes.setdefault(name, {}).setdefault(_ENCODER.encode(value), value)
     return {name: list(values.values()) for name, values in axes.items()}
 
 
@@ -147,7 +148,8 @@ class _Budget:
         return json.dumps({n: v for n, v in sorted(point.items()) if not isinstance(v, int | float | list)})
 
     def add(self, point: Point, seconds: float) -> None:
-        self._seconds.setdefault(self._kind(point), []).append(seconds)
+        if self._deadline is not None:
+            self._seconds.setdefault(self._kind(point), []).append(seconds)
 
     def _expected_s(self, point: Point) -> float:
         alike = self._seconds.get(self._kind(point)) or [s for part in self._seconds.values() for s in part]

@@ -36,7 +36,8 @@ def run_once(folder: Path, num_points: int, kill_after_s: float | None, kill_fro
     if kill_after_s is not None and not kill_from_output:
         killer.start()
     for line in process.stdout:
-        lines.append(line.strip())
+        if line.endswith("\n"):  # a torn line acknowledges nothing
+            lines.append(line.strip())
         if len(lines) == 1 and kill_after_s is not None and kill_from_output:
             killer.start()
     process.wait(timeout=60)
@@ -123,3 +124,35 @@ def test_a_worker_hanging_in_native_code_dies_with_its_parent(tmp_path):
     process.wait()
     time.sleep(0.5)
     assert not is_running(pid)
+
+
+def start(folder: Path, num_points: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.kill_sweep", str(folder), str(num_points)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+
+
+def test_ctrl_c_ends_the_worker_and_leaves_a_whole_run(tmp_path):
+    process = start(tmp_path, 1000)
+    assert process.stdout is not None
+    worker = int(process.stdout.readline().split()[1])
+    while not process.stdout.readline().startswith("stored"):
+        pass
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=30)
+    assert process.returncode not in (0, 2)
+    assert "interrupted, " in errors
+    assert "run again to resume" in errors
+    assert not is_running(worker)
+    (path,) = tmp_path.rglob("*.parquet")
+    assert check_run(path) == []
+    assert load_runs("loop", path).point_key.nunique() >= 1 + output.count("stored")
+
+
+def test_of_two_sweeps_started_at_once_one_is_refused(tmp_path):
+    both = [start(tmp_path, 200) for _ in range(2)]
+    ends = [(process.communicate(timeout=60), process.returncode) for process in both]
+    assert sorted(code for _, code in ends) == [0, 1]
+    (errors,) = (errors for (_, errors), code in ends if code)
+    assert "another sweep writes this run" in errors.splitlines()[-1]
+    (path,) = tmp_path.rglob("*.parquet")
+    assert len(load_runs("loop", path)) == 600

@@ -5,6 +5,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -174,6 +175,42 @@ def test_fake_clock_plays_its_script():
         assert parts(clock.end_step()) == wanted
     clock.start_step()
     with pytest.raises(RuntimeError, match="beyond the end"):
+        clock.end_step()
+
+
+class FakeEvent:
+    """A CUDA event on a device that is 1 ms further each time one is recorded."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing: bool):
+        assert enable_timing
+
+    def record(self) -> None:
+        FakeEvent.now += 1.0
+        self.at = FakeEvent.now
+
+    def elapsed_time(self, end: "FakeEvent") -> float:
+        return end.at - self.at
+
+
+def test_event_clock_waits_only_at_the_ends_of_a_step(monkeypatch):
+    waits: list[str] = []
+    cuda = SimpleNamespace(Event=FakeEvent, synchronize=waits.append)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    ticks = iter([0, 4_500_000, 0, 2_000_000])
+    monkeypatch.setattr(timing.time, "perf_counter_ns", lambda: next(ticks))
+    clock = timing.EventClock()
+    clock.start_step()
+    for part in ("draft", "draft", "verify", "accept"):
+        clock.lap(part)
+    assert waits == ["cuda"]
+    assert parts(clock.end_step()) == [2.0, 1.0, 1.0, 0.5, 4.5]
+    assert waits == ["cuda"] * 2
+    clock.start_step()
+    for part in ("draft", "verify", "accept"):
+        clock.lap(part)
+    with pytest.raises(RuntimeError, match=r"exceed its wall time of 2\.0+ ms by 1\.0+ ms"):
         clock.end_step()
 
 
