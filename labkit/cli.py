@@ -167,11 +167,13 @@ def _tour(arguments: argparse.Namespace) -> None:
 
 
 def _batch(arguments: argparse.Namespace) -> int:
-    from labkit.batch import run_notebooks
+    from labkit.batch import failed
+    from labkit.tour import batch
 
-    verdicts = run_notebooks(arguments.notebooks, preset=arguments.preset, out_dir=arguments.out)
-    _show(arguments, [vars(verdict) for verdict in verdicts], "\n".join(map(str, verdicts)))
-    return FINDING if any(verdict.status != "ok" for verdict in verdicts) else 0
+    verdicts = batch(arguments.notebooks, preset=arguments.preset, out_dir=arguments.out, quiet=arguments.json)
+    if arguments.json:
+        print(json.dumps([vars(verdict) for verdict in verdicts], indent=2))
+    return FINDING if failed(verdicts) else 0
 
 
 def _demo(arguments: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from labkit import workloads
 from labkit.acceptance import AcceptanceCounts
-from labkit.errors import InputError
+from labkit.errors import InputError, Unsupported
 from labkit.experiments import common
 from labkit.sweep import RunResult
 
@@ -26,7 +26,7 @@ PRESETS: dict[str, common.Axes] = {
         "workload": ["code_editing", "prose"],
         "context_len": [512, 2048, 6144],
         "num_speculative_tokens": [2, 4],
-        "num_prompts": [16],
+        "num_prompts": [24],
         "max_new_tokens": [64],
         "verify_backend": ["sdpa"],
         "weight_dtype": ["float32"],
@@ -35,6 +35,7 @@ PRESETS: dict[str, common.Axes] = {
         "seed": [0],
     }
 }
+CPU_BUDGET_S = 150.0
 PRESETS["gpu"] = PRESETS["cpu"] | {
     "workload": list(workloads.WORKLOADS),
     "num_speculative_tokens": [1, 2, 3, 4, 5, 6, 7],
@@ -98,8 +99,12 @@ def run(
     options: dict[str, Any] | None = None,
     **axes: Sequence[Any],
 ) -> RunResult:
-    """Measure a preset with some axes replaced. ``options`` go to `labkit.sweep.run_sweep` (resume, budget, ...)."""
-    return common.sweep("acceptance", points(preset, **axes), out_dir=out_dir, **(options or {}))
+    """Measure a preset with some axes replaced. ``options`` go to `labkit.sweep.run_sweep` (resume, budget, ...).
+
+    The cpu preset measures as many of its prompts as fit into ``CPU_BUDGET_S``.
+    """
+    options = ({"budget_s": CPU_BUDGET_S} if preset == "cpu" else {}) | (options or {})
+    return common.sweep("acceptance", points(preset, **axes), out_dir=out_dir, **options)
 
 
 def measure(arms: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception]:
@@ -148,10 +153,12 @@ def prompt_tokens(target: str, workload: str, prompt_id: str, context_len: int) 
     encode = common.tokenizer(target).encode_chat
     prompt = next(prompt for prompt in workloads.load_prompts(workload) if prompt.id == prompt_id)
     if not context_len:
-        return encode(prompt.messages), prompt.digest
-    kind = "code" if workload.startswith("code") else "text"
-    context = workloads.build_context(prompt, context_len, encode=encode, seed=0, kind=kind)
-    return encode(context.messages), context.digest
+        return encode(list(prompt.messages)), prompt.digest
+    try:
+        context = workloads.build_context(prompt, context_len, encode=encode, seed=0)
+    except InputError as error:  # a long prompt does not fit a short context: this point, not the grid, is at fault
+        raise Unsupported(str(error)) from error
+    return list(context.token_ids), context.digest
 
 
 def _target(point: dict[str, Any], prompt_ids: list[int]) -> ModelTarget:

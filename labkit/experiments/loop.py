@@ -203,6 +203,8 @@ def _target(point: dict[str, Any], prompt_ids: list[int]) -> ModelTarget:
 
 def _check_attention(point: dict[str, Any]) -> None:
     """The arm's backend against the oracle at the shape that is about to be timed; raises what is wrong."""
+    import torch
+
     from labkit.attention.inputs import verify_backend
     from labkit.shapes import AttentionShape
 
@@ -218,7 +220,8 @@ def _check_attention(point: dict[str, Any]) -> None:
         q_dtype=point["weight_dtype"],
     )
     name = point["verify_backend"] if speculative else point["decode_backend"]
-    verify_backend(name, checked, device=common.device(), seed=point["seed"])
+    generator = torch.Generator().manual_seed(point["seed"])
+    verify_backend(name, checked, generator=generator, device=common.device(), page_order="sequential")
 
 
 def _rows(arm: _Arm, target: ModelTarget, prompts: list[list[int]], round_index: int) -> list[dict[str, Any]]:
