@@ -93,7 +93,9 @@ def committed_figures(*, stale_only: bool = False, names: Sequence[str] = ()) ->
         stale = stale_figures()
         print("\n".join(f"{name}: {reason}" for name, reason in stale.items()) or "all figures are up to date")
         return 1 if stale else 0
-    verdicts = run_batch(preset="committed", parameters={"figures_dir": str(paths.FIGURES)}, out_dir=paths.BUILD / "figures")
+    verdicts = run_batch(
+        preset="committed", parameters={"figures_dir": str(paths.FIGURES)}, out_dir=paths.BUILD / "figures"
+    )
     if bad := failed(verdicts):
         raise InputError(f"notebooks failed: {', '.join(bad)}; see {paths.BUILD / 'figures'}")
     return 0

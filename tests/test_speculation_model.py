@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from labkit.workloads import WORKLOADS, load_prompts
 
 from labkit.attention.api import available_backends
 from labkit.drafting.model import ModelDrafter
@@ -11,14 +12,15 @@ from labkit.models.target import ModelTarget
 from labkit.models.tokenizer import load_tokenizer
 from labkit.models.weights import load_model
 from labkit.speculation import speculate
-from labkit.workloads import WORKLOADS, load_prompts
 
 NEAR_TIE = 1e-4
 
 
 def generate(decoder, prompts, drafter, k, num_tokens, backend, stops=()):
     room = max(map(len, prompts)) + num_tokens + k + 1
-    target = ModelTarget(decoder, batch_size=len(prompts), max_context_len=room, verify_backend=backend, decode_backend=backend)
+    target = ModelTarget(
+        decoder, batch_size=len(prompts), max_context_len=room, verify_backend=backend, decode_backend=backend
+    )
     generations = speculate(
         target, drafter, prompts, num_speculative_tokens=k, max_new_tokens=num_tokens, stop_token_ids=stops
     )

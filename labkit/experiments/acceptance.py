@@ -176,9 +176,7 @@ def _target(point: dict[str, Any], prompt_ids: list[int]) -> ModelTarget:
 
 
 @common.lru_cache(maxsize=8)
-def _kept_target(
-    target: str, dtype: str, backend: str, workload: str, context_len: int, room: int
-) -> ModelTarget:
+def _kept_target(target: str, dtype: str, backend: str, workload: str, context_len: int, room: int) -> ModelTarget:
     from labkit.models.target import ModelTarget
 
     decoder = common.decoder(target, dtype, common.device())
@@ -195,9 +193,7 @@ def _generate(point: dict[str, Any], prompt_ids: list[int], target: ModelTarget)
 
     limit = target.cache.max_context_len
     if len(prompt_ids) + point["max_new_tokens"] + _SLACK > limit:
-        raise InputError(
-            f"{len(prompt_ids)} prompt tokens + {point['max_new_tokens']} new do not fit in {limit}"
-        )
+        raise InputError(f"{len(prompt_ids)} prompt tokens + {point['max_new_tokens']} new do not fit in {limit}")
     (generation,) = speculate(
         target,
         make_drafter(point["drafter"]),
@@ -220,18 +216,14 @@ def _rule(point: dict[str, Any]) -> AcceptRule:
     if point["temperature"] == 0:
         return accept_greedy
     generator = torch.Generator(common.device()).manual_seed(point["seed"])
-    return partial(
-        accept_sampling, temperature=point["temperature"], top_p=point["top_p"], generator=generator
-    )
+    return partial(accept_sampling, temperature=point["temperature"], top_p=point["top_p"], generator=generator)
 
 
 def _row(point: dict[str, Any], digest: str, generation: Generation) -> dict[str, Any]:
     """The counts of one generation. A step that a stop or the length limit cut is counted apart."""
     whole = [step for step in generation.steps if not step.truncated]
     k = point["num_speculative_tokens"]
-    counts = AcceptanceCounts.from_steps(
-        [(step.num_drafted_tokens, step.num_accepted_tokens) for step in whole], k
-    )
+    counts = AcceptanceCounts.from_steps([(step.num_drafted_tokens, step.num_accepted_tokens) for step in whole], k)
     low, high = workloads.context_band(point["context_len"] or len(generation.prompt_ids))
     return {
         "origin": "measured",

@@ -98,7 +98,10 @@ def _reasons(result: RunResult) -> dict[str, int]:
 
     rows = load_runs(result.path.parent.parent.name, result.path)
     failed = rows[rows["status"] != "ok"]
-    return {f"{status}: {reason}": int(count) for (status, reason), count in failed.value_counts(["status", "reason"]).items()}
+    return {
+        f"{status}: {reason}": int(count)
+        for (status, reason), count in failed.value_counts(["status", "reason"]).items()
+    }
 
 
 def _print(arguments: argparse.Namespace, content: dict[str, Any], text: str) -> None:
