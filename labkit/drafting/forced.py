@@ -1,0 +1,72 @@
+"""Imposed acceptance: an instrument for costs. The drafts are real in cost and arbitrary in content."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from labkit.errors import InputError
+from labkit.speculation import Draft, Drafter, Request
+
+
+class ForcedDrafter:
+    """Proposes exactly ``length`` tokens (k when None) and says how many of them `accept_forced` is to keep.
+
+    inner : its ``propose`` runs at full cost and its tokens are used first; None drafts for free.
+    accepted : called once per request and step with the draft length; returns how many to keep.
+    """
+
+    def __init__(self, inner: Drafter | None, *, accepted: Callable[[int], int], length: int | None = None):
+        self.name = inner.name if inner else "forced"
+        self.inner, self.accepted, self.length = inner, accepted, length
+
+    def start(self, requests: Sequence[Request]) -> None:
+        """Prefill of the inner drafter."""
+        if self.inner:
+            self.inner.start(requests)
+
+    def propose(self, requests: Sequence[Request], k: int) -> Draft:
+        """The inner draft, cut or padded to the wanted length."""
+        length = k if self.length is None else self.length
+        draft = self.inner.propose(requests, k) if self.inner else Draft.from_lists([[] for _ in requests])
+        tokens = torch.zeros(len(requests), length, dtype=torch.int64)
+        shared = min(length, draft.token_ids.shape[1])
+        tokens[:, :shared] = draft.token_ids[:, :shared]
+        kept = [self.accepted(length) for _ in requests]
+        return replace(
+            draft, token_ids=tokens, lengths=[length] * len(requests), probs=None, forced_accepted=kept
+        )
+
+
+def fixed_acceptance(num_accepted: int) -> Callable[[int], int]:
+    """Keep the same number each step (at most the draft): 0 is the all-reject measurement."""
+    if num_accepted < 0:
+        raise InputError(f"accepted: wanted 0 or more, got {num_accepted}")
+    return lambda length: min(num_accepted, length)
+
+
+def random_acceptance(rates: Sequence[float], generator: torch.Generator) -> Callable[[int], int]:
+    """Keep a random number with unconditional per-position ``rates``, non-increasing, each in 0..1."""
+    if any(not 0 <= rate <= 1 for rate in rates) or any(
+        a < b for a, b in zip(rates, rates[1:], strict=False)
+    ):
+        raise InputError(f"rates: wanted non-increasing numbers in 0..1, got {list(rates)}")
+
+    def draw(length: int) -> int:
+        uniform = torch.rand((), generator=generator).item()
+        return sum(uniform < rate for rate in rates[:length])
+
+    return draw
+
+
+def rates_for_mean_length(mean_acceptance_length: float, k: int) -> list[float]:
+    """Per-position rates p, p^2, .. p^k whose mean acceptance length 1 + p + .. + p^k is the given one."""
+    if not 1 <= mean_acceptance_length <= k + 1:
+        raise InputError(f"mean_acceptance_length: wanted 1 to k + 1 = {k + 1}, got {mean_acceptance_length}")
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        p = (low + high) / 2
+        low, high = (p, high) if 1 + sum(p**i for i in range(1, k + 1)) < mean_acceptance_length else (low, p)
+    return [high**i for i in range(1, k + 1)]

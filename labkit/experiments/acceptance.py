@@ -1,0 +1,248 @@
+"""Acceptance on real text: counts per prompt, drafter and k, at chosen context lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from labkit import workloads
+from labkit.acceptance import AcceptanceCounts
+from labkit.errors import InputError
+from labkit.experiments import common
+from labkit.sweep import RunResult
+
+if TYPE_CHECKING:
+    from labkit.models.target import ModelTarget
+    from labkit.speculation import AcceptRule, Drafter, Generation
+
+DRAFTERS = ("ngram",)
+
+# context_len 0 = the prompt as it is; else it stands at the end of a context of that many tokens.
+PRESETS: dict[str, common.Axes] = {
+    "cpu": {
+        "target": ["smollm2-135m"],
+        "drafter": ["ngram"],
+        "workload": ["code_editing", "prose"],
+        "context_len": [512, 2048, 6144],
+        "num_speculative_tokens": [2, 4],
+        "num_prompts": [16],
+        "max_new_tokens": [64],
+        "verify_backend": ["sdpa"],
+        "weight_dtype": ["float32"],
+        "temperature": [0.0],
+        "top_p": [1.0],
+        "seed": [0],
+    }
+}
+PRESETS["gpu"] = PRESETS["cpu"] | {
+    "workload": list(workloads.WORKLOADS),
+    "num_speculative_tokens": [1, 2, 3, 4, 5, 6, 7],
+    "num_prompts": [24],
+    "max_new_tokens": [256],
+    "weight_dtype": ["bfloat16"],
+    "verify_backend": ["triton_split"],
+}
+PRESETS["ci"] = PRESETS["cpu"] | {"context_len": [512], "num_prompts": [2], "max_new_tokens": [12]}
+
+_ONE_VALUE = ("target", "num_prompts", "max_new_tokens", "verify_backend", "weight_dtype", "top_p")
+# An answer may be shorter than the rest of its context window; k more drafts must still fit behind it.
+_SLACK = 16
+
+
+def points(preset: str, **axes: Sequence[Any]) -> list[dict[str, Any]]:
+    """Points of the grid, one prompt of every cell before the next prompt, so that a cut run is still balanced.
+
+    Raises InputError for an unknown preset, axis, workload, drafter or backend, k outside 1..16, or a context that
+    the target does not hold.
+    """
+    grid = common.axes_of(PRESETS, preset, axes)
+    common.check_names("workload", grid["workload"], workloads.WORKLOADS)
+    common.check_names("drafter", grid["drafter"], DRAFTERS)
+    common.check_backends("verify_backend", grid["verify_backend"])
+    if bad := [k for k in grid["num_speculative_tokens"] if not 1 <= k <= 16]:
+        raise InputError(f"num_speculative_tokens: wanted 1 to 16, got {bad[0]}")
+    fixed = {name: common.sole(grid, name) for name in _ONE_VALUE}
+    prompts = {name: workloads.load_prompts(name, limit=fixed["num_prompts"]) for name in grid["workload"]}
+    found = []
+    for index in range(fixed["num_prompts"]):
+        for context_len in grid["context_len"]:
+            for workload in grid["workload"]:
+                if index < len(prompts[workload]):
+                    cell = {
+                        "workload": workload,
+                        "prompt_id": prompts[workload][index].id,
+                        "context_len": context_len,
+                    }
+                    found += _arms(fixed | cell, grid)
+    return found
+
+
+def _arms(cell: dict[str, Any], grid: common.Axes) -> list[dict[str, Any]]:
+    """Every drafter, k, temperature and seed on one prompt. Greedy arms share one generation: one group."""
+    arms = []
+    for drafter in grid["drafter"]:
+        for temperature in grid["temperature"]:
+            for seed in grid["seed"] if temperature else [0]:
+                group = f"{cell['prompt_id']}/{cell['context_len']}/T{temperature:g}/{seed}"
+                sampling = {"temperature": temperature, "seed": seed, "group": group}
+                ks = sorted(grid["num_speculative_tokens"], reverse=True)
+                arms += [cell | sampling | {"drafter": drafter, "num_speculative_tokens": k} for k in ks]
+    return arms
+
+
+def run(
+    preset: str = "cpu",
+    *,
+    out_dir: Path | None = None,
+    options: dict[str, Any] | None = None,
+    **axes: Sequence[Any],
+) -> RunResult:
+    """Measure a preset with some axes replaced. ``options`` go to `labkit.sweep.run_sweep` (resume, budget, ...)."""
+    return common.sweep("acceptance", points(preset, **axes), out_dir=out_dir, **(options or {}))
+
+
+def measure(arms: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception]:
+    """One prompt: generate, then count. Greedy text is generated once, at the largest k, and replayed for the others."""
+    from labkit.models.recorded import RecordedTarget
+    from labkit.speculation import accept_greedy, speculate
+
+    first = arms[0]
+    prompt_ids, digest = _prompt(first)
+    if first["temperature"] > 0:
+        return [[_row(arm, digest, _generate(arm, prompt_ids, _target(arm, prompt_ids)))] for arm in arms]
+    live = _generate(first, prompt_ids, _target(first, prompt_ids))
+    recorded = RecordedTarget([*live.prompt_ids, *live.output_ids], _vocab_size(first))
+    stops = common.tokenizer(first["target"]).stop_token_ids
+    rows = []
+    for arm in arms:
+        generation = live
+        if arm is not first:
+            (generation,) = speculate(
+                recorded,
+                make_drafter(arm["drafter"]),
+                [prompt_ids],
+                num_speculative_tokens=arm["num_speculative_tokens"],
+                max_new_tokens=len(live.output_ids),
+                accept=accept_greedy,
+                stop_token_ids=stops,
+            )
+        rows.append([_row(arm, digest, generation)])
+    return rows
+
+
+def make_drafter(name: str) -> Drafter:
+    """A drafter of `DRAFTERS` by name."""
+    from labkit.drafting.ngram import NgramDrafter
+
+    return {"ngram": NgramDrafter}[name]()
+
+
+def _prompt(point: dict[str, Any]) -> tuple[list[int], str]:
+    return prompt_tokens(point["target"], point["workload"], point["prompt_id"], point["context_len"])
+
+
+def prompt_tokens(target: str, workload: str, prompt_id: str, context_len: int) -> tuple[list[int], str]:
+    """Token ids of a prompt inside a context of ``context_len`` tokens (0: as it is), and the digest of the text."""
+    encode = common.tokenizer(target).encode_chat
+    prompt = next(prompt for prompt in workloads.load_prompts(workload) if prompt.id == prompt_id)
+    if not context_len:
+        return encode(prompt.messages), prompt.digest
+    kind = "code" if workload.startswith("code") else "text"
+    context = workloads.build_context(prompt, context_len, encode=encode, seed=0, kind=kind)
+    return encode(context.messages), context.digest
+
+
+def _target(point: dict[str, Any], prompt_ids: list[int]) -> ModelTarget:
+    """A target whose cache is kept per workload and context, since its prompts share the filler before the question."""
+    room = len(prompt_ids) + point["max_new_tokens"] + _SLACK
+    room = -(-room // 512) * 512
+    key = (
+        point["target"],
+        point["weight_dtype"],
+        point["verify_backend"],
+        point["workload"],
+        point["context_len"],
+    )
+    return _kept_target(*key, room)
+
+
+@common.lru_cache(maxsize=8)
+def _kept_target(
+    target: str, dtype: str, backend: str, workload: str, context_len: int, room: int
+) -> ModelTarget:
+    from labkit.models.target import ModelTarget
+
+    decoder = common.decoder(target, dtype, common.device())
+    room = min(room, decoder.shape.max_context_len)
+    return ModelTarget(decoder, batch_size=1, max_context_len=room, verify_backend=backend)
+
+
+def _vocab_size(point: dict[str, Any]) -> int:
+    return common.decoder(point["target"], point["weight_dtype"], common.device()).shape.vocab_size
+
+
+def _generate(point: dict[str, Any], prompt_ids: list[int], target: ModelTarget) -> Generation:
+    from labkit.speculation import speculate
+
+    limit = target.cache.max_context_len
+    if len(prompt_ids) + point["max_new_tokens"] + _SLACK > limit:
+        raise InputError(
+            f"{len(prompt_ids)} prompt tokens + {point['max_new_tokens']} new do not fit in {limit}"
+        )
+    (generation,) = speculate(
+        target,
+        make_drafter(point["drafter"]),
+        [prompt_ids],
+        num_speculative_tokens=point["num_speculative_tokens"],
+        max_new_tokens=point["max_new_tokens"],
+        accept=_rule(point),
+        stop_token_ids=common.tokenizer(point["target"]).stop_token_ids,
+    )
+    return generation
+
+
+def _rule(point: dict[str, Any]) -> AcceptRule:
+    from functools import partial
+
+    import torch
+
+    from labkit.speculation import accept_greedy, accept_sampling
+
+    if point["temperature"] == 0:
+        return accept_greedy
+    generator = torch.Generator(common.device()).manual_seed(point["seed"])
+    return partial(
+        accept_sampling, temperature=point["temperature"], top_p=point["top_p"], generator=generator
+    )
+
+
+def _row(point: dict[str, Any], digest: str, generation: Generation) -> dict[str, Any]:
+    """The counts of one generation. A step that a stop or the length limit cut is counted apart."""
+    whole = [step for step in generation.steps if not step.truncated]
+    k = point["num_speculative_tokens"]
+    counts = AcceptanceCounts.from_steps(
+        [(step.num_drafted_tokens, step.num_accepted_tokens) for step in whole], k
+    )
+    low, high = workloads.context_band(point["context_len"] or len(generation.prompt_ids))
+    return {
+        "origin": "measured",
+        "round": 0,
+        "sample": 0,
+        "draft_depth": k,
+        "num_draft_nodes": k,
+        "context_len_low": low,
+        "context_len_high": high,
+        "context_len": sum(step.context_len for step in whole) / len(whole) if whole else None,
+        "num_prompt_tokens": len(generation.prompt_ids),
+        "num_output_tokens": len(generation.output_ids),
+        "num_verify_steps": counts.num_verify_steps,
+        "num_truncated_steps": len(generation.steps) - len(whole),
+        "num_drafted_steps": counts.num_drafted_steps,
+        "num_drafted_tokens": counts.num_drafted_tokens,
+        "num_accepted_tokens": counts.num_accepted_tokens,
+        "accepted_by_draft_length": counts.accepted_by_draft_length.tolist(),
+        "prompt_digest": digest,
+        "kv_dtype": point["weight_dtype"],
+        "repeated_ngram_share": workloads.repeated_ngram_share(generation.output_ids),
+    }

@@ -1,0 +1,106 @@
+"""What the experiments share: grids from presets and axes, models kept in the worker, checks before timing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from labkit.errors import InputError
+from labkit.paths import RUNS
+from labkit.sweep import RunResult, run_sweep
+
+if TYPE_CHECKING:
+    from labkit.models.decoder import Decoder
+    from labkit.models.tokenizer import Tokenizer
+
+Axes = dict[str, list[Any]]
+
+
+def axes_of(presets: Mapping[str, Axes], preset: str, given: Mapping[str, Sequence[Any]]) -> Axes:
+    """A preset's axes with the given ones in their place.
+
+    Raises
+    ------
+    InputError
+        Unknown preset or axis, an empty axis, or a number below the axis's smallest meaning.
+    """
+    if preset not in presets:
+        raise InputError(f"preset {preset!r}: no such preset; the presets are {', '.join(presets)}")
+    axes = {name: list(values) for name, values in presets[preset].items()}
+    for name, values in given.items():
+        if name not in axes:
+            raise InputError(f"axis {name!r}: no such axis; the axes are {', '.join(sorted(axes))}")
+        axes[name] = list(values)
+    for name, values in axes.items():
+        if not values:
+            raise InputError(f"axis {name}: wanted at least one value, got none")
+        if len(set(values)) < len(values):
+            raise InputError(f"axis {name}: a value stands twice in {values}")
+        smallest = 0 if name in ("seed", "temperature", "context_len", "num_speculative_tokens") else 1
+        if bad := [value for value in values if isinstance(value, int | float) and value < smallest]:
+            raise InputError(f"axis {name}: wanted {smallest} or more, got {bad[0]}")
+    return axes
+
+
+def check_names(axis: str, values: Sequence[str], known: Sequence[str]) -> None:
+    """Raise InputError for a value that is not among the known ones."""
+    for value in values:
+        if value not in known:
+            raise InputError(f"{axis} {value!r}: no such name; the known ones are {', '.join(known)}")
+
+
+def check_backends(axis: str, values: Sequence[str]) -> None:
+    """Raise InputError for an attention backend that is not registered."""
+    from labkit.attention.api import available_backends
+
+    check_names(axis, values, list(available_backends()))
+
+
+def sole(axes: Axes, name: str) -> Any:
+    """The value of an axis that may hold only one."""
+    if len(axes[name]) != 1:
+        raise InputError(f"axis {name}: wanted one value a run, got {axes[name]}")
+    return axes[name][0]
+
+
+@lru_cache(maxsize=2)
+def decoder(name: str, dtype: str, device: str) -> Decoder:
+    """The model of a point; the worker keeps it from point to point."""
+    from labkit.models.weights import load_model
+
+    return load_model(name, dtype=dtype, device=device)
+
+
+@lru_cache(maxsize=2)
+def tokenizer(name: str) -> Tokenizer:
+    """The tokenizer that goes with `decoder`."""
+    from labkit.models.tokenizer import load_tokenizer
+
+    return load_tokenizer(name)
+
+
+def device() -> str:
+    """``cuda`` where there is one, else ``cpu``."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def auto_preset() -> str:
+    """``gpu`` on a CUDA machine, else ``cpu``."""
+    return "gpu" if device() == "cuda" else "cpu"
+
+
+def sweep(
+    experiment: str, points: list[dict[str, Any]], *, out_dir: Path | None, **options: Any
+) -> RunResult:
+    """`run_sweep` of an experiment of this package into ``out_dir`` (``data/runs`` when None)."""
+    return run_sweep(
+        points,
+        f"labkit.experiments.{experiment}:measure",
+        experiment=experiment,
+        out_dir=out_dir or RUNS,
+        **options,
+    )

@@ -1,0 +1,276 @@
+"""What a step costs in the draft/verify loop: speculative steps and plain decode steps, interleaved.
+
+Two kinds of run share the rows. ``acceptance="none"`` is the cost run: the cache is filled to the context length and
+every draft length 0..k is timed with all drafts rejected, so the context stays where it is. ``acceptance="real"``
+generates from prompts, both arms in turn: the speed-up that a user would see.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from labkit import workloads
+from labkit.errors import InputError
+from labkit.experiments import common
+from labkit.experiments.acceptance import DRAFTERS, make_drafter, prompt_tokens
+from labkit.sweep import RunResult
+
+if TYPE_CHECKING:
+    from labkit.models.target import ModelTarget
+    from labkit.speculation import Drafter, Generation
+    from labkit.timing import Clock
+
+PRESETS: dict[str, common.Axes] = {
+    "cpu": {
+        "target": ["smollm2-135m"],
+        "drafter": ["ngram"],
+        "acceptance": ["none"],
+        "workload": ["code_editing"],
+        "num_prompts": [1],
+        "max_new_tokens": [64],
+        "context_len": [512, 2048, 6144],
+        "batch_size": [1],
+        "num_speculative_tokens": [2, 4],
+        "verify_backend": ["sdpa", "per_token"],
+        "decode_backend": ["sdpa", "per_token"],
+        "weight_dtype": ["float32"],
+        "num_rounds": [8],
+        "steps_per_round": [2],
+        "seed": [0],
+    }
+}
+PRESETS["gpu"] = PRESETS["cpu"] | {
+    "num_speculative_tokens": [3, 7],
+    "verify_backend": ["triton_split", "triton_nosplit", "sdpa"],
+    "decode_backend": ["triton_split", "sdpa"],
+    "weight_dtype": ["bfloat16"],
+    "num_rounds": [16],
+    "steps_per_round": [4],
+}
+PRESETS["ci"] = PRESETS["cpu"] | {"context_len": [512], "num_speculative_tokens": [2], "num_rounds": [2]}
+
+_ONE_VALUE = ("target", "acceptance", "weight_dtype", "num_rounds", "steps_per_round", "seed", "num_prompts")
+_WARM_UP_STEPS = 1
+
+
+def points(preset: str, **axes: Sequence[Any]) -> list[dict[str, Any]]:
+    """Arms of the grid; those that share a ``group`` are interleaved. Short contexts first.
+
+    Raises InputError for an unknown preset, axis, drafter, backend or kind of acceptance, or k outside 1..16.
+    """
+    grid = common.axes_of(PRESETS, preset, axes)
+    common.check_names("drafter", grid["drafter"], DRAFTERS)
+    common.check_names("acceptance", grid["acceptance"], ("none", "real"))
+    common.check_names("workload", grid["workload"], workloads.WORKLOADS)
+    for role in ("verify_backend", "decode_backend"):
+        common.check_backends(role, grid[role])
+    if bad := [k for k in grid["num_speculative_tokens"] if not 1 <= k <= 16]:
+        raise InputError(f"num_speculative_tokens: wanted 1 to 16, got {bad[0]}")
+    fixed = {name: common.sole(grid, name) for name in _ONE_VALUE if name != "num_prompts"}
+    fixed["max_new_tokens"] = common.sole(grid, "max_new_tokens")
+    found = []
+    for place in _places(grid):
+        group = "/".join(str(value) for value in place.values())
+        cell = fixed | place | {"group": group}
+        found += [cell | {"arm": "plain", "decode_backend": name} for name in grid["decode_backend"]]
+        found += [
+            cell
+            | {"arm": "speculative", "verify_backend": name, "drafter": drafter, "num_speculative_tokens": k}
+            for name in grid["verify_backend"]
+            for drafter in grid["drafter"]
+            for k in grid["num_speculative_tokens"]
+        ]
+    return found
+
+
+def _places(grid: common.Axes) -> Iterator[dict[str, Any]]:
+    """Where a group is measured: a context and batch, with the prompt whose text the drafter reads."""
+    num_prompts = common.sole(grid, "num_prompts")
+    for context_len in sorted(grid["context_len"]):
+        for batch_size in grid["batch_size"]:
+            for workload in grid["workload"]:
+                for prompt in workloads.load_prompts(workload, limit=num_prompts):
+                    place = {"context_len": context_len, "batch_size": batch_size, "workload": workload}
+                    yield place | {"prompt_id": prompt.id}
+
+
+def run(
+    preset: str = "cpu",
+    *,
+    out_dir: Path | None = None,
+    options: dict[str, Any] | None = None,
+    **axes: Sequence[Any],
+) -> RunResult:
+    """Measure a preset with some axes replaced. ``options`` go to `labkit.sweep.run_sweep` (resume, budget, ...)."""
+    return common.sweep("loop", points(preset, **axes), out_dir=out_dir, **(options or {}))
+
+
+@dataclass
+class _Arm:
+    """One arm at one draft length, and where its rows go."""
+
+    index: int  # of its point
+    point: dict[str, Any]
+    drafter: Drafter | None
+    draft_length: int | None  # None: the drafter decides
+
+
+def measure(arms: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception]:
+    """All arms of one group, in shuffled order in each round; every step is a row."""
+    import random
+
+    results: list[list[dict[str, Any]] | Exception] = [[] for _ in arms]
+    checked: list[int] = []
+    for index, arm in enumerate(arms):
+        try:
+            _check_attention(arm)
+            checked.append(index)
+        except Exception as error:  # handed to the sweep, which stores it as this arm's status
+            results[index] = error
+    first = arms[0]
+    prompt_ids, _ = prompt_tokens(
+        first["target"], first["workload"], first["prompt_id"], first["context_len"]
+    )
+    runs = [run for index in checked for run in _runs(index, arms[index])]
+    target = _target(first, prompt_ids)
+    shuffle = random.Random(first["seed"])
+    for round_index in range(-1, first["num_rounds"]):  # round -1 warms up and is not kept
+        shuffle.shuffle(runs)
+        for arm_run in runs:
+            rows = _rows(arm_run, target, [prompt_ids] * first["batch_size"], round_index)
+            if round_index >= 0:
+                kept = results[arm_run.index]
+                assert isinstance(kept, list)
+                kept.extend(row | {"sample": len(kept) + i} for i, row in enumerate(rows))
+    return results
+
+
+def _runs(index: int, point: dict[str, Any]) -> list[_Arm]:
+    """The plain arm as it is; the speculative arm once, or at every draft length when acceptance is imposed."""
+    from labkit.drafting.forced import ForcedDrafter, fixed_acceptance
+
+    if point["arm"] == "plain":
+        return [_Arm(index, point, None, None)]
+    if point["acceptance"] == "real":
+        return [_Arm(index, point, make_drafter(point["drafter"]), None)]
+    reject_all = fixed_acceptance(0)
+    return [
+        _Arm(
+            index,
+            point,
+            ForcedDrafter(make_drafter(point["drafter"]), accepted=reject_all, length=length),
+            length,
+        )
+        for length in range(point["num_speculative_tokens"] + 1)
+    ]
+
+
+def _target(point: dict[str, Any], prompt_ids: list[int]) -> ModelTarget:
+    import torch
+
+    from labkit.models.target import FilledTarget, ModelTarget
+
+    decoder = common.decoder(point["target"], point["weight_dtype"], common.device())
+    new_tokens = point["max_new_tokens"] if point["acceptance"] == "real" else point["steps_per_round"] + 2
+    room = min(len(prompt_ids) + new_tokens + 24, decoder.shape.max_context_len)
+    options = {"batch_size": point["batch_size"], "max_context_len": room, "verify_backend": "sdpa"}
+    if point["acceptance"] == "real":
+        return ModelTarget(decoder, **options)
+    generator = torch.Generator().manual_seed(point["seed"])
+    return FilledTarget(decoder, generator=generator, **options)
+
+
+def _check_attention(point: dict[str, Any]) -> None:
+    """The arm's backend against the oracle at the shape that is about to be timed; raises what is wrong."""
+    from labkit.attention.inputs import verify_backend
+    from labkit.shapes import AttentionShape
+
+    shape = common.decoder(point["target"], point["weight_dtype"], common.device()).shape
+    speculative = point["arm"] == "speculative"
+    checked = AttentionShape(
+        batch_size=point["batch_size"],
+        q_len=point["num_speculative_tokens"] + 1 if speculative else 1,
+        context_len=point["context_len"] or 256,
+        num_qo_heads=shape.num_qo_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        q_dtype=point["weight_dtype"],
+    )
+    name = point["verify_backend"] if speculative else point["decode_backend"]
+    verify_backend(name, checked, device=common.device(), seed=point["seed"])
+
+
+def _rows(arm: _Arm, target: ModelTarget, prompts: list[list[int]], round_index: int) -> list[dict[str, Any]]:
+    """One turn of an arm: a short run of the loop, its steps as rows."""
+    from labkit.drafting.forced import ForcedDrafter
+    from labkit.speculation import accept_forced, accept_greedy, speculate
+
+    point, real = arm.point, arm.point["acceptance"] == "real"
+    target.verify_backend = point.get("verify_backend") or target.verify_backend
+    target.decode_backend = point.get("decode_backend") or target.decode_backend
+    warm_up = 0 if real else _WARM_UP_STEPS
+    started = _TimedStart(arm.drafter) if arm.drafter else None
+    generations = speculate(
+        target,
+        started,
+        prompts,
+        num_speculative_tokens=point["num_speculative_tokens"] if arm.drafter else 0,
+        max_new_tokens=point["max_new_tokens"] if real else 1 + warm_up + point["steps_per_round"],
+        accept=accept_forced if isinstance(arm.drafter, ForcedDrafter) else accept_greedy,
+        clock=_clock(),
+        stop_token_ids=common.tokenizer(point["target"]).stop_token_ids if real else (),
+    )
+    return [
+        _step_row(arm, generations, position, round_index)
+        | {"draft_prefill_ms": started.start_ms if started else None}
+        for position in range(warm_up, len(generations[0].steps))
+    ]
+
+
+def _step_row(
+    arm: _Arm, generations: Sequence[Generation], position: int, round_index: int
+) -> dict[str, Any]:
+    """One pass as a row. Counts are those of the batch's requests together; a cost run's are imposed."""
+    steps = [generation.steps[position] for generation in generations if position < len(generation.steps)]
+    return {
+        "origin": "measured" if arm.point["acceptance"] == "real" else "forced",
+        "round": round_index,
+        "step_index": position,
+        "context_len": steps[0].context_len
+        if arm.point["acceptance"] == "real"
+        else arm.point["context_len"],
+        "q_len": max(step.num_drafted_tokens for step in steps) + 1,
+        "num_drafted_tokens": steps[0].num_drafted_tokens,
+        "num_accepted_tokens": steps[0].num_accepted_tokens,
+        "num_truncated_steps": sum(step.truncated for step in steps),
+        "linear_backend": common.decoder(
+            arm.point["target"], arm.point["weight_dtype"], common.device()
+        ).linear_backend,
+        "draft_backend": None,
+        "kv_dtype": arm.point["weight_dtype"],
+        "launch_mode": "eager",
+        **steps[0].times,
+    }
+
+
+class _TimedStart:
+    """A drafter whose prefill is timed on the host; the rest passes through."""
+
+    def __init__(self, inner: Drafter):
+        self._inner, self.name, self.start_ms = inner, inner.name, 0.0
+        self.propose = inner.propose
+
+    def start(self, requests: Any) -> None:
+        begin = time.perf_counter()
+        self._inner.start(requests)
+        self.start_ms = (time.perf_counter() - begin) * 1e3
+
+
+def _clock() -> Clock:
+    from labkit.timing import EventClock, HostClock
+
+    return EventClock() if common.device() == "cuda" else HostClock()

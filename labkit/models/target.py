@@ -1,0 +1,103 @@
+"""A decoder and its cache as the target of the draft/verify loop, with one attention backend per role."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from labkit.errors import InputError
+from labkit.speculation import Draft, Request
+
+if TYPE_CHECKING:
+    from labkit.kv_cache import PagedKVCache
+    from labkit.models.decoder import Decoder
+
+
+class ModelTarget:
+    """Row i of the cache belongs to the i-th prompt of a run; finished requests leave the batch, not the cache.
+
+    The cache outlives a run: the next one reuses the longest common prefix of the row's tokens, so several runs
+    from one prompt (other backends, other drafters) prefill it once.
+
+    verify_backend, decode_backend : attention backend of speculative passes and of plain steps.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        batch_size: int,
+        max_context_len: int,
+        verify_backend: str,
+        decode_backend: str | None = None,
+        page_size: int = 16,
+    ):
+        limit = decoder.shape.max_context_len
+        if max_context_len > limit:
+            raise InputError(
+                f"max_context_len: {decoder.name} holds at most {limit} positions, got {max_context_len}"
+            )
+        self.decoder = decoder
+        self.verify_backend, self.decode_backend = verify_backend, decode_backend or verify_backend
+        self.cache = decoder.new_cache(batch_size, max_context_len, page_size=page_size)
+        self._cached: list[list[int]] = [[] for _ in range(batch_size)]
+        self._row_of: dict[int, int] = {}
+        self._views: dict[tuple[int, ...], PagedKVCache] = {}
+
+    def start(self, requests: Sequence[Request]) -> Tensor:
+        """Prefill what the cache does not hold yet; logits of each last token [batch_size, vocab_size]."""
+        self._row_of = {request.index: row for row, request in enumerate(requests)}
+        return torch.stack([self._prefill(row, request.token_ids) for row, request in enumerate(requests)])
+
+    def verify(self, requests: Sequence[Request], draft: Draft) -> Tensor:
+        """Score each last token and its drafts in one pass [batch_size, q_len, vocab_size]."""
+        last = torch.tensor([[request.token_ids[-1]] for request in requests])
+        tokens = torch.cat([last.to(self.decoder.device), draft.token_ids.to(self.decoder.device)], dim=1)
+        return self._forward(requests, tokens, self.verify_backend)
+
+    def decode(self, requests: Sequence[Request]) -> Tensor:
+        """A plain step [batch_size, 1, vocab_size]."""
+        tokens = torch.tensor([[request.token_ids[-1]] for request in requests], device=self.decoder.device)
+        return self._forward(requests, tokens, self.decode_backend)
+
+    def _forward(self, requests: Sequence[Request], tokens: Tensor, backend: str) -> Tensor:
+        rows = tuple(self._row_of[request.index] for request in requests)
+        active = self._view(rows)
+        active.truncate([len(request.token_ids) - 1 for request in requests])
+        for row, request in zip(rows, requests, strict=True):
+            self._cached[row] = request.token_ids  # the same list: it grows with what the loop keeps
+        return self.decoder.forward(tokens, active, backend=backend, logits="all")
+
+    def _view(self, rows: tuple[int, ...]) -> PagedKVCache:
+        if rows not in self._views:
+            self._views[rows] = self.cache.rows(rows)
+        return self._views[rows]
+
+    def _prefill(self, row: int, token_ids: list[int]) -> Tensor:
+        held = min(len(self._cached[row]), self.cache.context_lens[row], len(token_ids) - 1)
+        shared = next((i for i in range(held) if self._cached[row][i] != token_ids[i]), held)
+        self._view((row,)).truncate([shared])
+        self._cached[row] = token_ids
+        return self.decoder.prefill(token_ids[shared:], self.cache, row, backend=self.verify_backend)
+
+
+class FilledTarget(ModelTarget):
+    """Skips the prefill: the cache is filled with seeded random keys and values up to the prompt's length.
+
+    For costs at any context at once. The weights, shapes and bytes of every later pass are the real ones; the
+    tokens are not, so acceptance must be imposed (`accept_forced`).
+    """
+
+    def __init__(self, decoder: Decoder, *, generator: torch.Generator, **options):  # noqa: ANN003 - as ModelTarget
+        super().__init__(decoder, **options)
+        self._generator = generator
+
+    def _prefill(self, row: int, token_ids: list[int]) -> Tensor:
+        one = self._view((row,))
+        if self.cache.context_lens[row] < len(token_ids) - 1:
+            one.fill_random(len(token_ids) - 1, self._generator)
+        one.truncate([len(token_ids) - 1])
+        return torch.zeros(self.decoder.shape.vocab_size, device=self.decoder.device)

@@ -1,0 +1,280 @@
+"""The draft/verify loop: draft k tokens, verify them in one target pass, keep what the target agrees with.
+
+Times come from an injected clock and randomness from an injected generator; the loop itself holds neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from labkit.timing import Clock, NullClock
+
+
+@dataclass
+class Step:
+    """One target pass as one request saw it. Counts are per request, times per batched pass."""
+
+    step_index: int
+    batch_size: int
+    context_len: int  # tokens in the cache before the pass
+    num_drafted_tokens: int
+    num_accepted_tokens: int  # kept before the first rejection, bonus not counted
+    truncated: bool  # a stop token or the length limit cut tokens off
+    times: dict[str, float | None]
+
+
+@dataclass
+class Request:
+    """A prompt on its way. Drafters read it; only the loop writes it."""
+
+    index: int
+    token_ids: list[int]  # prompt and output so far; the last one is not in the cache yet
+    num_prompt_tokens: int
+    finish_reason: str = ""
+    steps: list[Step] = field(default_factory=list)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What one prompt became. ``steps`` leaves the prefill out, which yields the first output token."""
+
+    prompt_ids: list[int]
+    output_ids: list[int]
+    finish_reason: str  # "stop" or "length"
+    steps: list[Step]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Proposed tokens of a batch.
+
+    token_ids: int64 [batch_size, q_len - 1], padded to the longest draft. lengths: drafts of each request.
+    probs: [batch_size, q_len - 1, vocab_size], what the tokens were sampled from; None = proposed with certainty.
+    forced_accepted: acceptance to impose (`accept_forced`), None for a real draft.
+    """
+
+    token_ids: Tensor
+    lengths: list[int]
+    probs: Tensor | None = None
+    forced_accepted: list[int] | None = None
+
+    @classmethod
+    def from_lists(cls, tokens: Sequence[Sequence[int]]) -> Draft:
+        longest = max((len(row) for row in tokens), default=0)
+        padded = [[*row, *[0] * (longest - len(row))] for row in tokens]
+        return cls(
+            torch.tensor(padded, dtype=torch.int64).view(len(tokens), longest), [len(row) for row in tokens]
+        )
+
+
+class Drafter(Protocol):
+    """Proposes up to k tokens per request. Its state follows ``request.token_ids``, which only ever grows."""
+
+    name: str
+
+    def start(self, requests: Sequence[Request]) -> None:
+        """Prefill of the drafter, after the target's. Its time is `draft_prefill_ms`."""
+
+    def propose(self, requests: Sequence[Request], k: int) -> Draft: ...
+
+
+class Target(Protocol):
+    """Scores drafts. The cache is its own affair: it rolls back to ``len(request.token_ids) - 1`` before each pass."""
+
+    def start(self, requests: Sequence[Request]) -> Tensor:
+        """Prefill; logits of each prompt's last token [batch_size, vocab_size]."""
+
+    def verify(self, requests: Sequence[Request], draft: Draft) -> Tensor:
+        """Logits [batch_size, q_len, vocab_size] of each last token and its drafts; q_len = longest draft + 1."""
+
+    def decode(self, requests: Sequence[Request]) -> Tensor:
+        """A plain step: logits [batch_size, 1, vocab_size]."""
+
+
+# An accept rule maps (logits [batch_size, q_len, vocab_size], draft) to int64 [2, batch_size]:
+# the number of accepted drafts, and the token that the target adds after them.
+AcceptRule = Callable[[Tensor, Draft], Tensor]
+
+
+def speculate(
+    target: Target,
+    drafter: Drafter | None,
+    prompts: Sequence[Sequence[int]],
+    *,
+    num_speculative_tokens: int,
+    max_new_tokens: int,
+    accept: AcceptRule | None = None,
+    clock: Clock | None = None,
+    stop_token_ids: Sequence[int] = (),
+) -> list[Generation]:
+    """Generate from a batch of prompts; each request advances by its own acceptance, finished ones leave the batch.
+
+    Parameters
+    ----------
+    drafter : None (with ``num_speculative_tokens=0``) is plain decoding through ``target.decode``.
+    num_speculative_tokens : k, drafts per step at most. Verify has q_len = longest draft of the batch + 1.
+    max_new_tokens : output tokens per request, the one from the prefill counted.
+    accept : rule for drafts and for the tokens the target adds; ``accept_greedy`` by default.
+    clock : of `labkit.timing`; each step's times are stored with it. The prefill is not timed.
+
+    Raises
+    ------
+    ValueError : k < 0, max_new_tokens < 1, no or an empty prompt, or k and drafter that contradict each other.
+    """
+    _check(drafter, prompts, num_speculative_tokens, max_new_tokens)
+    accept = accept or accept_greedy
+    clock = clock or NullClock()
+    stops = frozenset(stop_token_ids)
+    requests = [Request(i, list(prompt), len(prompt)) for i, prompt in enumerate(prompts)]
+
+    logits = target.start(requests)
+    first = accept(logits.unsqueeze(1), _no_draft(len(requests)))
+    for request, token in zip(requests, first[1].tolist(), strict=True):
+        _extend(request, [token], stops, max_new_tokens)
+    if drafter is not None:
+        drafter.start(requests)
+
+    step_index = 0
+    while active := [request for request in requests if not request.finish_reason]:
+        clock.start_step()
+        draft = drafter.propose(active, num_speculative_tokens) if drafter else _no_draft(len(active))
+        clock.lap("draft")
+        logits = target.verify(active, draft) if drafter else target.decode(active)
+        clock.lap("verify")
+        accepted, added = accept(logits, draft).tolist()
+        drafted = draft.token_ids.tolist()
+        records = []
+        for row, request in enumerate(active):
+            context_len, kept = len(request.token_ids) - 1, accepted[row]
+            cut = _extend(request, [*drafted[row][:kept], added[row]], stops, max_new_tokens)
+            records.append(Step(step_index, len(active), context_len, draft.lengths[row], kept, cut, {}))
+        clock.lap("accept")
+        times = clock.end_step()
+        for request, record in zip(active, records, strict=True):
+            record.times = times
+            request.steps.append(record)
+        step_index += 1
+    return [
+        Generation(
+            r.token_ids[: r.num_prompt_tokens], r.token_ids[r.num_prompt_tokens :], r.finish_reason, r.steps
+        )
+        for r in requests
+    ]
+
+
+def accept_greedy(logits: Tensor, draft: Draft) -> Tensor:
+    """Keep drafts as long as each is the target's argmax; then add the target's own token. int64 [2, batch_size]."""
+    best = logits.argmax(dim=-1)
+    accepted = _leading_true(best[:, :-1] == draft.token_ids.to(best.device), draft)
+    return torch.stack([accepted, best.gather(1, accepted[:, None])[:, 0]])
+
+
+def accept_forced(logits: Tensor, draft: Draft) -> Tensor:
+    """Keep as many drafts as the draft says, whatever they are: costs without a text. The argmax is still taken."""
+    best = logits.argmax(dim=-1)
+    forced = draft.forced_accepted if draft.forced_accepted is not None else [0] * len(draft.lengths)
+    accepted = torch.tensor(forced, dtype=torch.int64, device=best.device)
+    return torch.stack([accepted, best.gather(1, accepted[:, None])[:, 0]])
+
+
+def accept_sampling(
+    logits: Tensor, draft: Draft, *, temperature: float = 1.0, top_p: float = 1.0, generator: torch.Generator
+) -> Tensor:
+    """Speculative sampling (Leviathan et al. 2023): the output is distributed as the target's own samples.
+
+    Draft x at a position is kept with probability min(1, p(x) / q(x)); at the first rejection the token is drawn
+    from the positive part of p - q, after a fully kept draft from p. ``temperature`` and ``top_p`` shape p only:
+    q (``draft.probs``) is what the drafter really sampled from; a draft without probs has q(x) = 1.
+
+    Returns int64 [2, batch_size]. Raises ValueError for a temperature that is not positive or top_p outside (0, 1].
+    """
+    target_probs = sampling_probs(logits, temperature=temperature, top_p=top_p)
+    tokens = draft.token_ids.to(logits.device)
+    batch_size, num_drafts = tokens.shape
+    p_draft = target_probs[:, :num_drafts].gather(2, tokens[..., None])[..., 0]
+    if draft.probs is None:
+        draft_probs = torch.zeros_like(target_probs[:, :num_drafts]).scatter_(2, tokens[..., None], 1.0)
+        q_draft = torch.ones_like(p_draft)
+    else:
+        draft_probs = draft.probs.to(logits.device)
+        q_draft = draft_probs.gather(2, tokens[..., None])[..., 0]
+    uniform = torch.rand(
+        batch_size, num_drafts, generator=generator, device=logits.device, dtype=p_draft.dtype
+    )
+    accepted = _leading_true(uniform * q_draft < p_draft, draft)
+
+    rows = torch.arange(batch_size, device=logits.device)
+    final = target_probs[rows, accepted]
+    lengths = torch.tensor(draft.lengths, device=logits.device)
+    if num_drafts:
+        rejected = (accepted < lengths)[:, None]
+        residual = (final - draft_probs[rows, accepted.clamp(max=num_drafts - 1)]).clamp(min=0)
+        # p = q to the last bit leaves no residual; then p itself is the right distribution.
+        residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, final)
+        final = torch.where(rejected, residual, final)
+    added = torch.multinomial(final, 1, generator=generator)[:, 0]
+    return torch.stack([accepted, added])
+
+
+def sampling_probs(logits: Tensor, *, temperature: float, top_p: float) -> Tensor:
+    """Softmax at a temperature, cut to the smallest set of tokens that holds ``top_p``. fp32, shape of ``logits``."""
+    if not temperature > 0:
+        raise ValueError(
+            f"temperature: wanted a number above 0, got {temperature!r}; greedy is accept_greedy"
+        )
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p: wanted a number in (0, 1], got {top_p!r}")
+    probs = torch.softmax(logits.float() / temperature, dim=-1)
+    if top_p == 1:
+        return probs
+    ordered, order = probs.sort(dim=-1, descending=True)
+    outside = ordered.cumsum(dim=-1) - ordered >= top_p  # the token that crosses top_p stays in
+    kept = probs.masked_fill(torch.zeros_like(outside).scatter(-1, order, outside), 0.0)
+    return kept / kept.sum(dim=-1, keepdim=True)
+
+
+def _leading_true(agrees: Tensor, draft: Draft) -> Tensor:
+    """Length of the leading run of agreement [batch_size], padding never counted."""
+    lengths = torch.tensor(draft.lengths, device=agrees.device)
+    inside = torch.arange(agrees.shape[1], device=agrees.device)[None, :] < lengths[:, None]
+    return (agrees & inside).long().cumprod(dim=1).sum(dim=1)
+
+
+def _extend(request: Request, tokens: list[int], stops: frozenset[int], max_new_tokens: int) -> bool:
+    """Append tokens up to a stop token or the length limit. True when something was cut off."""
+    room = max_new_tokens - request.num_output_tokens
+    kept = tokens[:room]
+    for position, token in enumerate(kept):
+        if token in stops:
+            kept, request.finish_reason = kept[: position + 1], "stop"
+            break
+    request.token_ids.extend(kept)
+    if not request.finish_reason and len(kept) == room:
+        request.finish_reason = "length"
+    return len(kept) < len(tokens)
+
+
+def _no_draft(batch_size: int) -> Draft:
+    return Draft(torch.empty(batch_size, 0, dtype=torch.int64), [0] * batch_size)
+
+
+def _check(drafter: Drafter | None, prompts: Sequence[Sequence[int]], k: int, max_new_tokens: int) -> None:
+    if k < 0:
+        raise ValueError(f"num_speculative_tokens: wanted 0 or more, got {k}")
+    if (drafter is None) != (k == 0):
+        raise ValueError(
+            f"num_speculative_tokens={k} and drafter={drafter!r}: a drafter goes with k >= 1, none with 0"
+        )
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens: wanted 1 or more, got {max_new_tokens}")
+    if not prompts or any(len(prompt) == 0 for prompt in prompts):
+        raise ValueError("prompts: wanted at least one prompt, each with at least one token")
