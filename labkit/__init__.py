@@ -1,3 +1,3 @@
-"""labkit: a research workbench for the cost of speculative decoding. Import the modules; nothing is re-exported here."""
+"""labkit: a research workbench for the cost of speculative decoding. Nothing is re-exported here."""
 
 __version__ = "0.1.0"

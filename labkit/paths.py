@@ -1,4 +1,4 @@
-"""Where things lie. Notebooks, tests and the command line start from different folders, so nothing resolves from '.'."""
+"""Where things lie. Notebooks, tests and the command line start from different folders: nothing resolves from '.'."""
 
 import os
 from pathlib import Path

@@ -106,8 +106,7 @@ def measure(cell: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception
     import torch
 
     from labkit.attention.api import prepare
-    from labkit.attention.inputs import check_backends
-    from labkit.attention.inputs import make_inputs
+    from labkit.attention.inputs import check_backends, make_inputs
     from labkit.timing import sample_rounds
 
     first, shape = cell[0], shape_of(cell[0])

@@ -91,7 +91,7 @@ class FilledTarget(ModelTarget):
     tokens are not, so acceptance must be imposed (`accept_forced`).
     """
 
-    def __init__(self, decoder: Decoder, *, generator: torch.Generator, **options):  # noqa: ANN003 - as ModelTarget
+    def __init__(self, decoder: Decoder, *, generator: torch.Generator, **options):
         super().__init__(decoder, **options)
         self._generator = generator
 

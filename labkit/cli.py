@@ -1,0 +1,186 @@
+"""The command line: arguments in, one call each, text or JSON out. Exit 0 ok, 1 a finding, 2 bad input."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from labkit import __version__
+from labkit.errors import BackendUnavailable, InputError, Unsupported
+
+FINDING, BAD_INPUT, INTERRUPTED = 1, 2, 130
+EXPERIMENTS = ("attention", "acceptance", "loop")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line and exit 2, instead of the usage text."""
+        self.exit(BAD_INPUT, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    parser = _build_parser()
+    arguments = parser.parse_args(argv)
+    try:
+        return int(arguments.command(arguments) or 0)
+    except (InputError, Unsupported, BackendUnavailable, FileNotFoundError, PermissionError) as error:
+        print(f"labkit {arguments.name}: {_one_line(error)}", file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        print(f"labkit {arguments.name}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of our output has seen enough
+        sys.stderr.close()
+        return 0
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split())
+
+
+def _build_parser() -> _Parser:
+    parser = _Parser(prog="labkit", description="Does speculative decoding pay here, and why?")
+    parser.add_argument("--version", action="version", version=f"labkit {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, dest="name")
+
+    def add(name: str, command: Callable[[argparse.Namespace], int | None], text: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.set_defaults(command=command)
+        return sub
+
+    doctor = add("doctor", _doctor, "device, versions, and each backend: usable or why not")
+    doctor.add_argument("--calibrate", action="store_true", help="measure read bandwidth, matrix rate and noise (seconds)")
+    _json_flag(doctor)
+
+    run = add("run", _run, "measure a grid; resumes where an equal run stopped")
+    run.add_argument("experiment", choices=EXPERIMENTS)
+    run.add_argument("--preset", default="auto", help="cpu, gpu, ci or auto (gpu where there is one)")
+    run.add_argument("--set", action="append", default=[], metavar="AXIS=V,..", dest="assignments", help="replace an axis")
+    run.add_argument("--model", metavar="DIR|NAME", help="target: a preset name or a folder of safetensors")
+    run.add_argument("--backend-file", type=Path, metavar="F.py", help="a file that registers an attention backend")
+    run.add_argument("--out", type=Path, metavar="DIR", help="where runs are stored (default data/runs)")
+    run.add_argument("--no-resume", action="store_true", help="measure everything anew")
+    run.add_argument("--seed", type=int, default=0)
+    run.add_argument("--budget", metavar="TIME", help="stop before this is spent, e.g. 20m; the rest can be resumed")
+    run.add_argument("--timeout", metavar="TIME", default="10m", help="per point (default 10m)")
+    run.add_argument("--dry-run", action="store_true", help="cells, minutes and memory, without measuring")
+    _json_flag(run)
+
+    check = add("check", _check, "validate stored runs")
+    check.add_argument("paths", nargs="+", type=Path, metavar="PATH")
+    _json_flag(check)
+
+    breakeven = add("breakeven", _breakeven, "does it pay: cost and acceptance joined, with an interval")
+    breakeven.add_argument("--cost", nargs="+", type=Path, metavar="PATH", required=True, help="loop runs")
+    lengths = breakeven.add_mutually_exclusive_group(required=True)
+    lengths.add_argument("--acceptance", nargs="+", type=Path, metavar="PATH", help="acceptance runs")
+    lengths.add_argument("--acceptance-length", metavar="X[,LOW,HIGH]", help="imposed mean acceptance length")
+    breakeven.add_argument("--acceptance-from", metavar="MODEL", help="borrow another target's acceptance")
+    breakeven.add_argument("--baseline", default="fastest", help="fastest, same, or a decode backend")
+    _json_flag(breakeven)
+
+    compare = add("compare", _compare, "two runs: every difference named, and the ratio if only one was asked for")
+    compare.add_argument("runs", nargs=2, type=Path, metavar="RUN")
+    compare.add_argument("--varying", metavar="FIELD", help="the one difference that is meant")
+    compare.add_argument("--allow", nargs="+", default=[], metavar="FIELD", help="further differences to accept")
+    _json_flag(compare)
+
+    add("tour", _tour, "headline figure and table from the committed data, without torch")
+
+    batch = add("batch", _batch, "run the notebooks unattended: executed copies, HTML, figures")
+    batch.add_argument("--preset", default="committed", help="committed, cpu, gpu or auto")
+    batch.add_argument("--out", type=Path, default=Path("build/batch"), metavar="DIR")
+    batch.add_argument("notebooks", nargs="*", metavar="NOTEBOOK", help="names or numbers (default: all)")
+    _json_flag(batch)
+
+    demo = add("demo", _demo, "measure on this machine: the notebooks in batch, figures, break-even table")
+    demo.add_argument("--preset", default="auto", help="cpu, gpu, ci or auto")
+    demo.add_argument("--out", type=Path, default=Path("build/demo"), metavar="DIR")
+
+    figures = add("figures", _figures, "draw the committed figures from the committed data")
+    figures.add_argument("--stale", action="store_true", help="only list figures whose data or code changed")
+    return parser
+
+
+def _json_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+
+
+def _show(arguments: argparse.Namespace, content: Any, text: str) -> None:
+    print(json.dumps(content, indent=2, allow_nan=False, default=str) if arguments.json else text)
+
+
+def _doctor(arguments: argparse.Namespace) -> None:
+    from labkit import doctor
+
+    report = doctor.report(calibrate=arguments.calibrate)
+    _show(arguments, report, doctor.render(report))
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from labkit.experiments import launch
+
+    return launch.run_from_arguments(arguments)
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from labkit.check import check_paths
+
+    findings = check_paths(arguments.paths)
+    text = "\n".join(map(str, findings)) or "no findings"
+    _show(arguments, [vars(finding) for finding in findings], text)
+    return FINDING if findings else 0
+
+
+def _breakeven(arguments: argparse.Namespace) -> None:
+    from labkit.verdict import verdict_from_files
+
+    result = verdict_from_files(
+        arguments.cost,
+        acceptance_paths=arguments.acceptance,
+        acceptance_length=arguments.acceptance_length,
+        acceptance_from=arguments.acceptance_from,
+        baseline=arguments.baseline,
+    )
+    _show(arguments, result.to_json(), result.to_text())
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from labkit.compare import compare_files
+
+    comparison = compare_files(*arguments.runs, varying=arguments.varying, allow=arguments.allow)
+    _show(arguments, comparison.to_json(), comparison.to_text())
+    return FINDING if comparison.unexplained else 0
+
+
+def _tour(arguments: argparse.Namespace) -> None:
+    from labkit.tour import tour
+
+    tour()
+
+
+def _batch(arguments: argparse.Namespace) -> int:
+    from labkit.batch import run_notebooks
+
+    verdicts = run_notebooks(arguments.notebooks, preset=arguments.preset, out_dir=arguments.out)
+    _show(arguments, [vars(verdict) for verdict in verdicts], "\n".join(map(str, verdicts)))
+    return FINDING if any(verdict.status != "ok" for verdict in verdicts) else 0
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from labkit.tour import demo
+
+    return demo(arguments.out, preset=arguments.preset)
+
+
+def _figures(arguments: argparse.Namespace) -> int:
+    from labkit.tour import committed_figures
+
+    return committed_figures(stale_only=arguments.stale)

@@ -1,0 +1,57 @@
+"""`labkit doctor`: what this machine is, what runs on it, and how fast it reads."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+from labkit import provenance
+
+
+def report(*, calibrate: bool = False) -> dict[str, Any]:
+    """Device, versions and backends; with ``calibrate`` the measured read bandwidth, matrix rates and noise too.
+
+    Returns
+    -------
+    dict with ``device``, ``versions``, ``backends`` (name -> "" or why it cannot run) and, if asked, ``calibration``.
+    """
+    if find_spec("torch") is None:
+        backends = {"all": "torch is not installed: nothing can be measured, committed data can be analysed"}
+        return {**_facts("cpu"), "backends": backends}
+    from labkit.attention.api import available_backends
+    from labkit.experiments.common import device
+
+    found = {**_facts(device()), "backends": available_backends()}
+    if calibrate:
+        from labkit.calibrate import calibrate as measure
+
+        found["calibration"] = measure(device())
+    return found
+
+
+def _facts(device: str) -> dict[str, Any]:
+    collected = provenance.collect(device)
+    return {name: collected[name] for name in ("device", "versions", "python", "platform") if name in collected}
+
+
+def render(found: dict[str, Any]) -> str:
+    """The report as text for a terminal."""
+    lines = []
+    for title, content in found.items():
+        if not isinstance(content, dict):
+            lines.append(f"{title}: {content}")
+            continue
+        lines.append(f"{title}:")
+        width = max((len(str(name)) for name in content), default=0)
+        for name, value in content.items():
+            shown = ("usable" if not value else f"unavailable: {value}") if title == "backends" else _plain(value)
+            lines.append(f"  {name:<{width}}  {shown}")
+    return "\n".join(lines)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_plain(part)}" for name, part in value.items())
+    return "absent" if value is None else str(value)

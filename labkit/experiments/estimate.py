@@ -1,0 +1,61 @@
+"""How long and how large a plan is, from the bytes it moves. An estimate for `--dry-run`; nothing is measured by it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from labkit.shapes import ModelShape, model_shape
+
+# What one forward of a small model reaches end to end; a calibrated device does better, a busy one worse.
+_BYTES_PER_S = 8e9
+_FLOP_PER_S = 8e10
+_LOAD_S = 2.0
+
+
+def seconds(experiment: str, point: dict[str, Any]) -> float:
+    """Expected time of one point in s, models loaded."""
+    return {"attention": _attention_s, "acceptance": _acceptance_s, "loop": _loop_s}[experiment](point)
+
+
+def memory_bytes(experiment: str, point: dict[str, Any]) -> float:
+    """Expected peak of one point in bytes: weights, cache and working copies."""
+    shape = _shape(point)
+    dtype = point.get("weight_dtype") or point["q_dtype"]
+    cache = shape.kv_bytes_per_token(dtype) * (point["context_len"] + point.get("max_new_tokens", 64) + 512)
+    if experiment == "attention":
+        return 3 * cache * point["batch_size"] / shape.num_layers
+    return 1.5 * shape.weight_bytes(dtype) + cache * point.get("batch_size", 1)
+
+
+def _shape(point: dict[str, Any]) -> ModelShape:
+    return model_shape(str(point.get("model") or point["target"]).removeprefix("random:"))
+
+
+def _forward_s(point: dict[str, Any], context_len: float, q_len: int, passes_over_cache: int = 1) -> float:
+    shape, dtype = _shape(point), point["weight_dtype"]
+    cache = shape.kv_bytes_per_token(dtype) * context_len * passes_over_cache * point.get("batch_size", 1)
+    compute = 2 * shape.num_linear_parameters * q_len * point.get("batch_size", 1) / _FLOP_PER_S
+    return (shape.weight_bytes(dtype) + cache) / _BYTES_PER_S + compute
+
+
+def _attention_s(point: dict[str, Any]) -> float:
+    shape = _shape(point)
+    layer = shape.kv_bytes_per_token(point["q_dtype"]) / shape.num_layers * point["context_len"] * point["batch_size"]
+    passes = point["q_len"] if point["backend"] == "per_token" else 1
+    return 0.3 + (point["num_rounds"] + 3) * (passes * layer / _BYTES_PER_S + 0.01)
+
+
+def _acceptance_s(point: dict[str, Any]) -> float:
+    # The largest k of a group generates; half of its drafts kept is a middle case.
+    steps = point["max_new_tokens"] / (1 + point["num_speculative_tokens"] / 2)
+    question = 2 * _shape(point).num_linear_parameters * 400 / _FLOP_PER_S
+    return question + steps * _forward_s(point, point["context_len"], point["num_speculative_tokens"] + 1)
+
+
+def _loop_s(point: dict[str, Any]) -> float:
+    steps = (point["num_rounds"] + 1) * (point["steps_per_round"] + 1)
+    if point["arm"] == "plain":
+        return steps * _forward_s(point, point["context_len"], 1)
+    per_token = point["verify_backend"] == "per_token"
+    lengths = range(point["num_speculative_tokens"] + 1)
+    return steps * sum(_forward_s(point, point["context_len"], j + 1, j + 1 if per_token else 1) for j in lengths)

@@ -1,0 +1,94 @@
+"""`labkit run`: from typed words to a sweep, with a plan to look at first."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from types import ModuleType
+from typing import Any
+
+from labkit import axes
+from labkit.errors import InputError
+from labkit.experiments import acceptance, attention, common, loop
+from labkit.sweep import RunResult
+
+MODULES: dict[str, ModuleType] = {"attention": attention, "acceptance": acceptance, "loop": loop}
+_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
+
+
+def parse_duration(text: str) -> float:
+    """``90``, ``90s``, ``20m`` or ``2h`` in seconds. Raises InputError for anything else."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
+    if not match or float(match[1]) == 0:
+        raise InputError(f"wanted a time such as 90s, 20m or 2h, got {text!r}")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def run_from_arguments(arguments: argparse.Namespace) -> int:
+    """Measure what `labkit run` was asked for. 0 when every point has a result, else 1: some failed or are left."""
+    module = MODULES[arguments.experiment]
+    preset = common.auto_preset() if arguments.preset == "auto" else arguments.preset
+    if preset not in module.PRESETS:
+        raise InputError(f"preset {preset!r}: no such preset; the presets are auto, {', '.join(module.PRESETS)}")
+    if arguments.backend_file:
+        from labkit.attention.api import load_backend_file
+
+        load_backend_file(arguments.backend_file)
+    given = axes.parse_axes(arguments.assignments, module.PRESETS[preset])
+    if arguments.model:
+        given["model" if arguments.experiment == "attention" else "target"] = [arguments.model]
+    if "seed" in module.PRESETS[preset]:
+        given.setdefault("seed", [arguments.seed])
+    points = module.points(preset, **given)
+    if arguments.dry_run:
+        return _show_plan(arguments, points, module)
+    result = common.sweep(
+        arguments.experiment,
+        points,
+        out_dir=arguments.out,
+        resume=not arguments.no_resume,
+        seed=arguments.seed,
+        timeout_s=parse_duration(arguments.timeout),
+        budget_s=parse_duration(arguments.budget) if arguments.budget else None,
+        backend_file=arguments.backend_file,
+    )
+    return _show_result(arguments, result)
+
+
+def _show_plan(arguments: argparse.Namespace, points: list[dict[str, Any]], module: ModuleType) -> int:
+    """`--dry-run`: how many points, in which cells, how long at most, how much memory."""
+    from labkit.experiments.estimate import memory_bytes, seconds
+
+    groups = len({point["group"] for point in points})
+    plan = {
+        "experiment": arguments.experiment,
+        "num_points": len(points),
+        "num_groups": groups,
+        "estimated_minutes": round(sum(seconds(arguments.experiment, point) for point in points) / 60, 1),
+        "estimated_memory_gb": round(max(memory_bytes(arguments.experiment, point) for point in points) / 1e9, 2),
+        "axes": {
+            name: sorted({point[name] for point in points if point.get(name) is not None}, key=str)
+            for name in module.PRESETS["cpu"]
+            if any(name in point for point in points)
+        },
+    }
+    lines = [
+        f"{plan['num_points']} points in {groups} interleaved groups, about {plan['estimated_minutes']} min and "
+        f"{plan['estimated_memory_gb']} GB (estimated from bytes moved, not measured)"
+    ]
+    lines += [f"  {name}: {', '.join(map(str, values))}" for name, values in plan["axes"].items()]
+    _print(arguments, plan, "\n".join(lines))
+    return 0
+
+
+def _show_result(arguments: argparse.Namespace, result: RunResult) -> int:
+    counts = ", ".join(f"{count} {status}" for status, count in sorted(result.counts.items()))
+    left = f", {result.num_left} left to resume" if result.num_left else ""
+    content = {"run_id": result.run_id, "path": str(result.path), "counts": result.counts, "num_left": result.num_left}
+    _print(arguments, content, f"{result.path}: {counts}{left}")
+    return 0 if result.complete and set(result.counts) <= {"ok", "unsupported", "oom"} else 1
+
+
+def _print(arguments: argparse.Namespace, content: dict[str, Any], text: str) -> None:
+    print(json.dumps(content, indent=2) if arguments.json else text)
