@@ -1,7 +1,7 @@
 """Run notebooks in batch: papermill behind a thin runner that keeps every executed copy and judges each run.
 
-A run is judged by the exception that ends it. The metadata that papermill leaves in a notebook says "completed" after a timeout and
-after a killed kernel, so it is never asked.
+A run is judged by the exception that ends it. The metadata that papermill leaves in a notebook says "completed" after
+a timeout and after a killed kernel, so it is never asked.
 """
 
 import hashlib
@@ -32,8 +32,8 @@ _TAIL_CHARACTERS = 2000
 class Verdict:
     """How one notebook ended.
 
-    ``cell`` counts code cells from 1, as the prompts of the executed copy do. ``executed`` and ``html`` are relative to the batch
-    folder; ``html`` is "" when the export failed, with the reason in ``html_error``.
+    ``cell`` counts code cells from 1, as the prompts of the executed copy do. ``executed`` and ``html`` are relative
+    to the batch folder; ``html`` is "" when the export failed, with the reason in ``html_error``.
     """
 
     notebook: str
@@ -93,13 +93,14 @@ def run_batch(
     notebooks
         Files to run, in this order; all of ``notebooks/`` when None.
     preset, parameters
-        Parameters of the preset, overridden by ``parameters`` (typed values, as papermill's Python API takes them). ``out_dir`` and
-        ``figures_dir`` default to folders inside the batch folder.
+        Parameters of the preset, overridden by ``parameters`` (typed values, as papermill's Python API takes them).
+        ``out_dir`` and ``figures_dir`` default to folders inside the batch folder.
     out_dir
-        Batch folder, ``build/batch`` when None. Each notebook gets ``<stem>/<stem>.ipynb``, ``.html`` and ``run.json``.
+        Batch folder, ``build/batch`` when None. Each notebook gets ``<stem>/<stem>.ipynb``, ``.html`` and
+        ``run.json``.
     parallel
-        Notebooks at a time. Notebooks that measure (``source="run"``) run one at a time whatever is asked: timings would disturb
-        one another.
+        Notebooks at a time. Notebooks that measure (``source="run"``) run one at a time whatever is asked: timings
+        would disturb one another.
     timeout_s
         Limit for one cell in seconds; None is no limit.
     progress
@@ -113,8 +114,8 @@ def run_batch(
     Raises
     ------
     InputError
-        For an unknown preset, a parameter that no notebook declares, a missing or broken notebook, two notebooks of one name, or
-        ``parallel < 1``.
+        For an unknown preset, a parameter that no notebook declares, a missing or broken notebook, two notebooks of
+        one name, or ``parallel < 1``.
     """
     sources = _notebook_files(notebooks)
     if parallel < 1:
@@ -130,9 +131,7 @@ def run_batch(
     values.update(parameters or {})
     known = {name for source in sources for name in _declared(source)}
     if unknown := sorted(set(parameters or {}) - known):
-        raise InputError(
-            f"parameters: no notebook declares {', '.join(unknown)}; declared: {', '.join(sorted(known))}"
-        )
+        raise InputError(f"parameters: no notebook declares {', '.join(unknown)}; declared: {', '.join(sorted(known))}")
     workers = 1 if values.get("source") == "run" else min(parallel, len(sources))
     say = progress or (lambda line: None)
     batch = {"preset": preset, "notebooks": [source.name for source in sources], "parallel": workers}
@@ -152,10 +151,7 @@ def run_batch(
         folder / "batch.json",
         {**batch, "status": "failed" if bad else "ok", "verdicts": [asdict(verdict) for verdict in verdicts]},
     )
-    say(
-        f"{len(verdicts) - len(bad)} of {len(verdicts)} notebooks ok"
-        + (f"; failed: {', '.join(bad)}" if bad else "")
-    )
+    say(f"{len(verdicts) - len(bad)} of {len(verdicts)} notebooks ok" + (f"; failed: {', '.join(bad)}" if bad else ""))
     return verdicts
 
 
@@ -174,9 +170,9 @@ def run_notebook(
 ) -> Verdict:
     """Execute one notebook into ``out_dir`` and judge it.
 
-    ``run.json`` appears at once with status ``running`` and is replaced by the verdict, so an interrupted batch shows where it was.
-    Parameters that the notebook does not declare are left out. The kernel starts in the notebook's folder, as in JupyterLab. ``say``
-    takes the lines that the notebook prints, as they come.
+    ``run.json`` appears at once with status ``running`` and is replaced by the verdict, so an interrupted batch shows
+    where it was. Parameters that the notebook does not declare are left out. The kernel starts in the notebook's
+    folder, as in JupyterLab. ``say`` takes the lines that the notebook prints, as they come.
     """
     from papermill import execute_notebook
 
@@ -217,8 +213,8 @@ def run_notebook(
 def export_html(executed: Path, html: Path) -> None:
     """Write an executed notebook as one HTML file that asks nothing of the network.
 
-    MathJax, require.js and Mermaid would come from outside, and stored widget state makes nbconvert load a widget manager; all are
-    left out.
+    MathJax, require.js and Mermaid would come from outside, and stored widget state makes nbconvert load a widget
+    manager; all are left out.
     """
     import nbformat
     from nbconvert import HTMLExporter
@@ -242,9 +238,7 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _notebook_files(notebooks: Sequence[Path | str] | None) -> list[Path]:
-    files = (
-        sorted(paths.NOTEBOOKS.glob("*.ipynb")) if notebooks is None else [Path(entry) for entry in notebooks]
-    )
+    files = sorted(paths.NOTEBOOKS.glob("*.ipynb")) if notebooks is None else [Path(entry) for entry in notebooks]
     if not files:
         raise InputError("notebooks: want at least one; got none")
     for file in files:
@@ -276,7 +270,8 @@ def _declared(source: Path) -> set[str]:
 def _kernel_config(sockets: str) -> Any:
     """Kernels over Unix sockets in the folder ``sockets``: nothing listens on a port. Windows has none, so it keeps TCP.
 
-    The folder must be this kernel's own: by default all kernels of a process share names in the working directory and mix up.
+    The folder must be this kernel's own: by default all kernels of a process share names in the working directory and
+    mix up.
     """
     from traitlets.config import Config
 

@@ -3,6 +3,7 @@
 Both are artists, so that positions follow every later change of size, renderer or data limits.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,8 +24,8 @@ def spread(
 ) -> np.ndarray:
     """Centres nearest to ``targets`` (least squares) of intervals of the given ``sizes`` that keep their order and never overlap.
 
-    Pool-adjacent-violators on the targets shifted by the room that the intervals before them need; the result is clipped to
-    ``[low, high]`` where it fits. Any unit; float64 ``[num_labels]`` in the order given.
+    Pool-adjacent-violators on the targets shifted by the room that the intervals before them need; the result is
+    clipped to ``[low, high]`` where it fits. Any unit; float64 ``[num_labels]`` in the order given.
 
     Raises
     ------
@@ -76,9 +77,7 @@ class EndLabels(Artist):
 
     def add(self, x: float, y: float, text: str, *, color: str, size: float = 7.0) -> Text:
         """Label the end (x, y), in data coordinates."""
-        label = Text(
-            0, 0, text, color=color, size=size, ha="left", va="center", transform=IdentityTransform()
-        )
+        label = Text(0, 0, text, color=color, size=size, ha="left", va="center", transform=IdentityTransform())
         leader = Line2D([], [], color=color, linewidth=0.5, alpha=0.7, transform=IdentityTransform())
         for artist in (label, leader):
             artist.set_figure(self.host.figure)
@@ -91,7 +90,7 @@ class EndLabels(Artist):
         """Put every label where this renderer's text sizes want it, in display coordinates."""
         if not self.texts:
             return
-        box, pixel = self.host.bbox, renderer.points_to_pixels(1.0)
+        box, pixel = self.host.bbox, float(renderer.points_to_pixels(1.0))
         ends = self.host.transData.transform(np.array(self.ends, dtype=float))
         heights = [text.get_window_extent(renderer).height + 1.0 * pixel for text in self.texts]
         targets = np.clip(ends[:, 1], box.y0, box.y1)
@@ -116,11 +115,7 @@ class EndLabels(Artist):
         """Box around the labels, in display coordinates."""
         renderer = renderer or self.host.figure._get_renderer()  # type: ignore[union-attr]
         self.place(renderer)
-        return (
-            Bbox.union([text.get_window_extent(renderer) for text in self.texts])
-            if self.texts
-            else Bbox.null()
-        )
+        return Bbox.union([text.get_window_extent(renderer) for text in self.texts]) if self.texts else Bbox.null()
 
     def get_tightbbox(self, renderer: RendererBase | None = None) -> Bbox | None:
         """As `get_window_extent`; None when there are no labels, so that a layout ignores it."""
@@ -129,18 +124,16 @@ class EndLabels(Artist):
 
 @dataclass(frozen=True)
 class _Note:
-    """One note and where it may go: anchor in data coordinates, text, and how far it may climb from the anchor."""
+    """Lines of text that stay together, and the vertical stretch (x, low, high; data coordinates) that they belong to."""
 
-    x: float
-    y: float
-    text: Text
-    sides: tuple[str, ...]
+    texts: tuple[Text, ...]
+    stretch: tuple[float, float, float] | None
 
 
 class Notes(Artist):
-    """Notes inside an axes. Each takes, of the places beside its anchor, the one that covers the fewest curves and other notes."""
+    """Notes inside an axes. Each takes the place that covers the fewest curves, bars and other notes, near what it belongs to."""
 
-    _LEVELS = 16
+    _STEPS = 28
 
     def __init__(self, ax: Axes):
         super().__init__()
@@ -154,94 +147,97 @@ class Notes(Artist):
 
     @property
     def texts(self) -> list[Text]:
-        """The notes' texts, in the order they were added."""
-        return [note.text for note in self.notes]
+        """All lines, in the order they were added."""
+        return [text for note in self.notes for text in note.texts]
 
     def add(
         self,
-        x: float,
-        y: float,
-        text: str,
+        lines: Sequence[tuple[str, str]],
         *,
-        color: str,
-        sides: Sequence[str] = ("right", "left"),
+        stretch: tuple[float, float, float] | None = None,
         size: float = NOTE_SIZE,
-    ) -> Text:
-        """Put ``text`` near (x, y) in data coordinates, on one of ``sides`` ('right', 'left', 'centre'), above the anchor or at it."""
-        label = Text(
-            0, 0, text, color=color, size=size, ha="left", va="bottom", transform=IdentityTransform()
-        )
-        label.set_figure(self.host.figure)
-        label.set_bbox({"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.6})
-        self.notes.append(_Note(x, y, label, tuple(sides)))
-        return label
+    ) -> None:
+        """Add a note of (text, colour) lines; near the vertical ``stretch`` (x, low, high) in data coordinates, or anywhere."""
+        texts = []
+        for line, color in lines:
+            text = Text(0, 0, line, color=color, size=size, ha="left", va="bottom", transform=IdentityTransform())
+            text.set_figure(self.host.figure)
+            text.set_bbox({"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.5})
+            texts.append(text)
+        self.notes.append(_Note(tuple(texts), stretch))
 
     def place(self, renderer: RendererBase) -> None:
-        """Choose a place for every note in turn."""
-        pixel = renderer.points_to_pixels(1.0)
-        obstacles = _obstacle_points(self.host, pixel)
+        """Choose a place for every note in turn, in display coordinates."""
+        pixel = float(renderer.points_to_pixels(1.0))
         placed: list[Bbox] = []
         for note in self.notes:
-            size = note.text.get_window_extent(renderer)
-            boxes = self._candidates(note, size.width, size.height, pixel)
-            costs = [self._cost(box, level, obstacles, placed, pixel) for level, box in boxes]
-            best = boxes[int(np.argmin(costs))][1]
-            note.text.set_position((best.x0, best.y0))
+            obstacles = _obstacle_points(self.host, renderer, guides=note.stretch is None)
+            sizes = [text.get_window_extent(renderer) for text in note.texts]
+            line = max(size.height for size in sizes)
+            width, height = max(size.width for size in sizes), line * len(sizes)
+            boxes = self._candidates(note, width, height, pixel)
+            costs = [self._cost(box, note, obstacles, placed, line, pixel) for box in boxes]
+            best = boxes[int(np.argmin(costs))]
+            for index, text in enumerate(note.texts):
+                text.set_position((best.x0, best.y1 - (index + 1) * line))
             placed.append(best)
 
-    def _candidates(self, note: _Note, width: float, height: float, pixel: float) -> list[tuple[float, Bbox]]:
-        x, y = self.host.transData.transform((note.x, note.y))
-        gap = 3.0 * pixel
-        left = {"right": x + gap, "left": x - gap - width, "centre": x - width / 2}
-        frame = self.host.bbox
-        boxes = []
-        for level in range(self._LEVELS):
-            for preference, side in enumerate(note.sides):
-                x0 = left[side]
-                if side == "centre":
-                    x0 = min(max(x0, frame.x0 + gap), frame.x1 - width)
-                y0 = y + gap * 0.7 + level * height * 0.5
-                boxes.append((level + 0.6 * preference, Bbox.from_bounds(x0, y0, width, height)))
-        return boxes
+    def _candidates(self, note: _Note, width: float, height: float, pixel: float) -> list[Bbox]:
+        frame, gap = self.host.bbox, 3.0 * pixel
+        heights = np.linspace(frame.y0 + gap / 2, frame.y1 - height - gap / 2, self._STEPS)
+        if note.stretch is None:
+            lefts = np.linspace(frame.x0 + gap, frame.x1 - width - gap, self._STEPS)
+        else:
+            x = self.host.transData.transform((note.stretch[0], note.stretch[1]))[0]
+            lefts = np.array([x + gap, x - gap - width, x - width / 2])
+        return [Bbox.from_bounds(x0, y0, width, height) for y0 in heights for x0 in lefts]
 
     def _cost(
-        self, box: Bbox, level: float, obstacles: np.ndarray, placed: Sequence[Bbox], pixel: float
+        self, box: Bbox, note: _Note, obstacles: np.ndarray, placed: Sequence[Bbox], line: float, pixel: float
     ) -> float:
-        frame, margin = self.host.bbox, 1.2 * pixel
-        outside = max(frame.x0 - box.x0, 0) + max(box.x1 - frame.x1, 0) + max(box.y1 - frame.y1, 0)
-        hit = (
-            (obstacles[:, 0] > box.x0 - margin) & (obstacles[:, 0] < box.x1 + margin)
-            & (obstacles[:, 1] > box.y0 - margin) & (obstacles[:, 1] < box.y1 + margin)
-        ).sum()  # fmt: skip
+        frame, margin = self.host.bbox, 1.5 * pixel
+        outside = max(frame.x0 - box.x0, 0) + max(box.x1 - frame.x1, 0)
+        x, y = obstacles.T
+        hit = ((x > box.x0 - margin) & (x < box.x1 + margin) & (y > box.y0 - margin) & (y < box.y1 + margin)).sum()
         clash = sum(box.padded(margin).overlaps(other) for other in placed)
-        return level + 4.0 * hit + 1000.0 * clash + 50.0 * outside / pixel
+        if note.stretch is None:
+            away = 0.01 * (box.x0 - frame.x0 + frame.y1 - box.y1) / pixel
+        else:
+            low, high = (self.host.transData.transform((note.stretch[0], end))[1] for end in note.stretch[1:])
+            away = max(low - box.y0, box.y0 - high, 0) / line
+            # Beside the stretch is best; over it the text hides a part of the line.
+            away += (
+                1.5 if box.x0 < self.host.transData.transform((note.stretch[0], 1))[0] < box.x1 and box.y0 < high else 0
+            )
+        return away + 4.0 * hit + 1000.0 * clash + 50.0 * outside / pixel
 
     def draw(self, renderer: RendererBase) -> None:
         """Place, then draw."""
         if self.get_visible():
             self.place(renderer)
-            for note in self.notes:
-                note.text.draw(renderer)
+            for text in self.texts:
+                text.draw(renderer)
 
 
-def _obstacle_points(ax: Axes, pixel: float) -> np.ndarray:
-    """Points every few pixels along the visible curves and error bars of ``ax``, in display coordinates ``[num_points, 2]``.
+def _obstacle_points(ax: Axes, renderer: RendererBase, *, guides: bool) -> np.ndarray:
+    """Points along the curves, error bars and texts of ``ax``, every few pixels, in display coordinates [num_points, 2].
 
-    Lines whose gid is ``"guide"`` (drop lines, ceilings) may be written over and do not count.
+    Lines whose gid is ``"guide"`` (drop lines, the ceiling) may be written over and count only with ``guides``.
     """
-    paths = [
-        line.get_transform().transform(line.get_xydata())
-        for line in ax.get_lines()
-        if line.get_visible() and line.get_gid() != "guide" and len(line.get_xydata())
-    ]
+    pixel = float(renderer.points_to_pixels(1.0))
+    lines = [line for line in ax.get_lines() if line.get_visible() and (guides or line.get_gid() != "guide")]
+    paths = [line.get_transform().transform(np.asarray(line.get_xydata(), dtype=float)) for line in lines]
     for collection in ax.collections:
         if isinstance(collection, LineCollection):
             paths += [ax.transData.transform(segment) for segment in collection.get_segments()]
+    for text in ax.texts:
+        box = text.get_window_extent(renderer)
+        paths.append(np.array([[box.x0, (box.y0 + box.y1) / 2], [box.x1, (box.y0 + box.y1) / 2]]))
     points = [np.empty((0, 2))]
     for path in paths:
         path = path[np.isfinite(path).all(axis=1)]
         points.append(path)
-        for start, end in zip(path[:-1], path[1:], strict=True):
+        for start, end in itertools.pairwise(path):
             steps = int(np.hypot(*(end - start)) / (1.5 * pixel))
             points.append(start + (end - start) * np.linspace(0, 1, steps + 2)[1:-1, None])
     return np.concatenate(points)

@@ -1,18 +1,19 @@
 """How every figure looks: rc context, palette, origins, the context axis, a figure with a header.
 
-The same rc context has to surround drawing *and* saving: matplotlib makes ticks and embeds fonts only when it saves, and outside
-the context it silently falls back to Type 3 fonts and outlined text.
+The same rc context has to surround drawing *and* saving: matplotlib makes ticks and embeds fonts only when it saves,
+and outside the context it silently falls back to Type 3 fonts and outlined text.
 """
 
 import functools
 import io
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
 import matplotlib.style
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -161,24 +162,36 @@ def series_styles(names: Iterable[str]) -> dict[str, SeriesStyle]:
 
 
 def format_tokens(tokens: float) -> str:
-    """``512``, ``1K``, ``1.5K``, ``128K``, ``1M``: K is 1024 tokens, two significant digits unless the number is whole."""
-    for unit, size in (("M", 1024**2), ("K", 1024)):
-        if tokens >= size * 0.9995:
-            return f"{_two_digits(tokens / size)}{unit}"
-    return f"{tokens:.0f}" if tokens < 100 or float(tokens).is_integer() else f"{round(tokens, -1):.0f}"
+    """``512``, ``1K``, ``1.5K``, ``128K``, ``1M`` (K = 1,024), two digits unless the number is whole."""
+    size, unit = _unit(tokens)
+    value = tokens / size
+    whole = abs(value - round(value)) < 1e-9
+    return f"{round(value)}{unit}" if whole else f"{_two_digits(value, size)}{unit}"
 
 
-def format_tokens_range(low: float, high: float, like: float) -> str:
-    """``[21, 26]`` in the unit that `format_tokens` gives ``like``; NaN is an end outside the measured contexts and prints as ``?``."""
-    size = 1024**2 if like >= 0.9995 * 1024**2 else 1024 if like >= 0.9995 * 1024 else 1
-    ends = ["?" if math.isnan(end) else _two_digits(end / size) for end in (low, high)]
-    return f"[{ends[0]}, {ends[1]}]"
+def format_tokens_range(tokens: float, low: float | None, high: float | None, limits: tuple[float, float]) -> str:
+    """``23K [21, 26]``: a context length and its interval in one unit.
+
+    A bound of None lies outside the measured contexts ``limits`` and prints as ``<0.5`` or ``>128``.
+    """
+    size, unit = _unit(tokens)
+    ends = [
+        _two_digits(end / size, size) if end is not None else f"{sign}{_two_digits(limit / size, size)}"
+        for end, limit, sign in zip((low, high), limits, "<>", strict=True)
+    ]
+    return f"{_two_digits(tokens / size, size)}{unit} [{ends[0]}, {ends[1]}]"
 
 
-def _two_digits(value: float) -> str:
-    if abs(value - round(value)) < 1e-9 or value >= 99.5:
-        return f"{value:.0f}"
-    return f"{value:.0f}" if value >= 9.95 else f"{value:.1f}".removesuffix(".0")
+def _unit(tokens: float) -> tuple[int, str]:
+    if tokens >= 0.9995 * 1024**2:
+        return 1024**2, "M"
+    return (1024, "K") if tokens >= 0.9995 * 1024 else (1, "")
+
+
+def _two_digits(value: float, size: int) -> str:
+    if size == 1:
+        return f"{round(value, -1):.0f}" if value >= 100 else f"{value:.0f}"
+    return f"{value:.1f}" if value < 9.95 else f"{value:.0f}"
 
 
 def context_ticks(low: float, high: float, *, max_ticks: int = 6) -> list[int]:
@@ -204,7 +217,8 @@ def context_axis(ax: Axes, low: float, high: float, *, label: bool = True, max_t
     """Make x a log2 axis over ``low`` to ``high`` tokens with ticks like ``1K 4K 16K`` and unlabelled minor ticks at every octave."""
     pad = 0.04 * max(1.0, math.log2(high / low))
     ax.set_xscale("log", base=2)
-    ax.set_xlim(low * 2**-pad, high * 2**pad)
+    low, high = low * 2**-pad, high * 2**pad
+    ax.set_xlim(low, high)
     ticks = context_ticks(low, high, max_ticks=max_ticks)
     octaves = [2**power for power in range(math.ceil(math.log2(low)), math.floor(math.log2(high)) + 1)]
     ax.xaxis.set_major_locator(FixedLocator(ticks))
@@ -212,7 +226,7 @@ def context_axis(ax: Axes, low: float, high: float, *, label: bool = True, max_t
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_tokens(value)))
     ax.xaxis.set_minor_formatter(NullFormatter())
     if label:
-        ax.set_xlabel("context length (tokens in the cache)")
+        ax.set_xlabel("context length (tokens)")
 
 
 class StyledFigure(Figure):
@@ -261,6 +275,19 @@ def add_header(figure: Figure, title: str, subtitle: str = "") -> None:
         engine.set(rect=(0.0, 0.0, 1.0, (y_in - 0.02) / height_in))
 
 
+def add_legend(figure: Figure, entries: Sequence[tuple[Artist, str]]) -> None:
+    """A legend under the panels, in as few rows as the width allows."""
+    renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
+    for columns in range(len(entries), 0, -1):
+        legend = figure.legend(
+            *zip(*entries, strict=True), loc="outside lower left", ncols=columns, frameon=False, fontsize=NOTE_SIZE,
+            handlelength=1.8, columnspacing=1.6, handletextpad=0.6, labelspacing=0.3, borderaxespad=0.2, borderpad=0.3,
+        )  # fmt: skip
+        if columns == 1 or legend.get_window_extent(renderer).width < 0.97 * figure.bbox.width:
+            break
+        legend.remove()
+
+
 def _wrap(figure: Figure, text: str, size: float, weight: str, width_in: float) -> list[str]:
     """Break ``text`` at ' · ' or blanks so that each line fits ``width_in``, by the real width of its letters."""
     renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
@@ -270,7 +297,7 @@ def _wrap(figure: Figure, text: str, size: float, weight: str, width_in: float) 
     for part in text.split(joiner) if text else []:
         candidate = f"{lines[-1]}{joiner}{part}" if lines else part
         probe.set_text(candidate)
-        if lines and probe.get_window_extent(renderer).width > width_in * figure.dpi:
+        if lines and probe.get_window_extent(renderer).width > 0.97 * width_in * figure.dpi:
             lines.append(part)
         else:
             lines[-1:] = [candidate]

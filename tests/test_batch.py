@@ -33,9 +33,7 @@ def batch(tmp_path_factory):
             "from pathlib import Path; print(Path.cwd().name)",
         ),
         write_notebook(folder / "raises.ipynb", "x = 1", "raise KeyError('no such column')", "x"),
-        write_notebook(
-            folder / "killed.ipynb", "import os, signal", "os.kill(os.getpid(), signal.SIGKILL)", "1"
-        ),
+        write_notebook(folder / "killed.ipynb", "import os, signal", "os.kill(os.getpid(), signal.SIGKILL)", "1"),
         write_notebook(folder / "slow.ipynb", "import time", "time.sleep(60)"),
         write_notebook(folder / "leaves.ipynb", "import sys", "sys.exit(0)", "1"),
     ]
