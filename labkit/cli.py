@@ -62,7 +62,7 @@ def _build_parser() -> _Parser:
     run = add("run", _run, "measure a grid; resumes where an equal run stopped")
     run.add_argument("experiment", choices=EXPERIMENTS)
     run.add_argument("--preset", default="auto", help="cpu, gpu, ci or auto (gpu where there is one)")
-    run.add_argument("--set", action="append", default=[], metavar="AXIS=V,..", dest="assignments", help="replace an axis")
+    run.add_argument("--set", nargs="+", action="extend", default=[], metavar="AXIS=V,..", dest="assignments", help="replace an axis")
     run.add_argument("--model", metavar="DIR|NAME", help="target: a preset name or a folder of safetensors")
     run.add_argument("--backend-file", type=Path, metavar="F.py", help="a file that registers an attention backend")
     run.add_argument("--out", type=Path, metavar="DIR", help="where runs are stored (default data/runs)")

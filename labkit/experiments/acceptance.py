@@ -108,6 +108,7 @@ def measure(arms: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception
     from labkit.speculation import accept_greedy, speculate
 
     first = arms[0]
+    common.load_backends(first)
     prompt_ids, digest = _prompt(first)
     if first["temperature"] > 0:
         return [[_row(arm, digest, _generate(arm, prompt_ids, _target(arm, prompt_ids)))] for arm in arms]
@@ -236,12 +237,7 @@ def _row(point: dict[str, Any], digest: str, generation: Generation) -> dict[str
         "context_len": sum(step.context_len for step in whole) / len(whole) if whole else None,
         "num_prompt_tokens": len(generation.prompt_ids),
         "num_output_tokens": len(generation.output_ids),
-        "num_verify_steps": counts.num_verify_steps,
-        "num_truncated_steps": len(generation.steps) - len(whole),
-        "num_drafted_steps": counts.num_drafted_steps,
-        "num_drafted_tokens": counts.num_drafted_tokens,
-        "num_accepted_tokens": counts.num_accepted_tokens,
-        "accepted_by_draft_length": counts.accepted_by_draft_length.tolist(),
+        **counts.columns(),
         "prompt_digest": digest,
         "kv_dtype": point["weight_dtype"],
         "repeated_ngram_share": workloads.repeated_ngram_share(generation.output_ids),

@@ -70,6 +70,8 @@ def points(preset: str, **axes: Sequence[Any]) -> list[dict[str, Any]]:
         common.check_backends(role, grid[role])
     if bad := [k for k in grid["num_speculative_tokens"] if not 1 <= k <= 16]:
         raise InputError(f"num_speculative_tokens: wanted 1 to 16, got {bad[0]}")
+    if grid["acceptance"] == ["real"] and grid["batch_size"] != [1]:
+        raise InputError(f"batch_size: acceptance=real generates for one request at a time, got {grid['batch_size']}")
     fixed = {name: common.sole(grid, name) for name in _ONE_VALUE if name != "num_prompts"}
     fixed["max_new_tokens"] = common.sole(grid, "max_new_tokens")
     found = []
@@ -123,6 +125,7 @@ def measure(arms: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception
     """All arms of one group, in shuffled order in each round; every step is a row."""
     import random
 
+    common.load_backends(arms[0])
     results: list[list[dict[str, Any]] | Exception] = [[] for _ in arms]
     checked: list[int] = []
     for index, arm in enumerate(arms):
@@ -146,7 +149,21 @@ def measure(arms: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception
                 kept = results[arm_run.index]
                 assert isinstance(kept, list)
                 kept.extend(row | {"sample": len(kept) + i} for i, row in enumerate(rows))
+    for rows in results:
+        if isinstance(rows, list):
+            _mark_quality(rows)
     return results
+
+
+def _mark_quality(rows: list[dict[str, Any]]) -> None:
+    """Judge the samples of each draft length together."""
+    from labkit.timing import quality_of
+
+    for length in {row["num_drafted_tokens"] for row in rows}:
+        alike = [row for row in rows if row["num_drafted_tokens"] == length]
+        quality = quality_of([row["step_ms"] for row in alike])
+        for row in alike:
+            row["quality"] = quality
 
 
 def _runs(index: int, point: dict[str, Any]) -> list[_Arm]:
@@ -234,7 +251,7 @@ def _rows(arm: _Arm, target: ModelTarget, prompts: list[list[int]], round_index:
 def _step_row(
     arm: _Arm, generations: Sequence[Generation], position: int, round_index: int
 ) -> dict[str, Any]:
-    """One pass as a row. Counts are those of the batch's requests together; a cost run's are imposed."""
+    """One pass as a row. In a cost run all requests of a batch do the same; a generating run has one request."""
     steps = [generation.steps[position] for generation in generations if position < len(generation.steps)]
     return {
         "origin": "measured" if arm.point["acceptance"] == "real" else "forced",
@@ -245,8 +262,7 @@ def _step_row(
         else arm.point["context_len"],
         "q_len": max(step.num_drafted_tokens for step in steps) + 1,
         "num_drafted_tokens": steps[0].num_drafted_tokens,
-        "num_accepted_tokens": steps[0].num_accepted_tokens,
-        "num_truncated_steps": sum(step.truncated for step in steps),
+        "num_accepted_tokens": None if steps[0].truncated else steps[0].num_accepted_tokens,
         "linear_backend": common.decoder(
             arm.point["target"], arm.point["weight_dtype"], common.device()
         ).linear_backend,

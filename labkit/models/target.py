@@ -97,7 +97,7 @@ class FilledTarget(ModelTarget):
 
     def _prefill(self, row: int, token_ids: list[int]) -> Tensor:
         one = self._view((row,))
-        if self.cache.context_lens[row] < len(token_ids) - 1:
-            one.fill_random(len(token_ids) - 1, self._generator)
-        one.truncate([len(token_ids) - 1])
+        if self.cache.context_lens[row] < len(token_ids):
+            one.fill_random(len(token_ids), self._generator)
+        one.truncate([len(token_ids)])
         return torch.zeros(self.decoder.shape.vocab_size, device=self.decoder.device)

@@ -1,0 +1,320 @@
+"""Prepare an attention call on a named backend. The only public module of this package beside `inputs`."""
+
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from labkit.errors import BackendUnavailable, InputError, Unsupported
+from labkit.kv_cache import PagedKVCache
+from labkit.shapes import AttentionShape
+
+ENTRY_POINT_GROUP = "labkit.attention"
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What to compute beside the shapes. The mask is always causal and lower-right aligned.
+
+    `sm_scale` multiplies the logits (default ``1 / sqrt(head_dim)``). `max_splits` caps the KV splits of the
+    backends that split; the others ignore it, as they would an engine's flag.
+    """
+
+    sm_scale: float | None = None
+    return_lse: bool = False
+    max_splits: int | None = None
+
+    def scale(self, head_dim: int) -> float:
+        return 1.0 / math.sqrt(head_dim) if self.sm_scale is None else self.sm_scale
+
+
+class Run(Protocol):
+    """Attention of `q` over one layer of the prepared cache, into `out` (and `lse`)."""
+
+    def __call__(self, q: Tensor, layer: int, out: Tensor, lse: Tensor | None) -> None: ...
+
+
+Supports = Callable[[AttentionShape, str], str]
+Prepare = Callable[[Tensor, PagedKVCache, AttentionSpec], tuple[Run, dict[str, Any]]]
+
+
+class Backend(NamedTuple):
+    """`supports(shape, device)` returns "" or why not; `source` are the texts that decide its numbers."""
+
+    name: str
+    supports: Supports
+    prepare: Prepare
+    source: tuple[str, ...]
+
+
+# Name -> module, imported on use, or a loaded or registered backend: the only mutable state of the package.
+_BACKENDS: dict[str, str | Backend] = {
+    name: f"labkit.attention.{module}"
+    for name, module in {
+        "reference": "reference",
+        "sdpa": "backend_sdpa",
+        "per_token": "backend_per_token",
+        "triton_nosplit": "backend_triton_nosplit",
+        "triton_split": "backend_triton_split",
+    }.items()
+}
+
+
+def _from_module(module: ModuleType) -> Backend:
+    missing = [name for name in ("NAME", "supports", "prepare") if not hasattr(module, name)]
+    if missing:
+        raise InputError(f"a backend module must define NAME, supports and prepare, {module.__name__} lacks {missing}")
+    file = Path(str(module.__file__))
+    paths = [file, *(file.parent / name for name in getattr(module, "SOURCES", ()))]
+    return Backend(module.NAME, module.supports, module.prepare, tuple(path.read_text() for path in paths))
+
+
+def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
+    return {point.name: point for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)}
+
+
+def _lookup(name: str) -> Backend:
+    entry = _BACKENDS.get(name)
+    if entry is None:
+        points = _entry_points()
+        if name not in points:
+            raise InputError(f"backend must be one of {', '.join(sorted({*_BACKENDS, *points}))}, got {name!r}")
+        entry = points[name].value
+    if isinstance(entry, str):
+        try:
+            entry = _from_module(importlib.import_module(entry))
+        except ImportError as error:
+            raise BackendUnavailable(name, f"{type(error).__name__}: {error}") from error
+        _BACKENDS[name] = entry
+    return entry
+
+
+def register_backend(name: str, prepare_fn: Prepare, *, supports: Supports, source: str | None = None) -> None:
+    """Add or replace a backend for this process, as from a notebook cell.
+
+    Parameters
+    ----------
+    prepare_fn
+        ``(q, cache, spec) -> (run, info)``; `run(q, layer, out, lse)` writes `out`, and `info` holds at least
+        ``resolved_kernel``, ``num_programs``, ``num_splits`` and ``kv_passes`` (None where not known).
+    supports
+        ``(shape, device) -> ""`` when it can do the shape, else the reason.
+    source
+        The text its digest is made of; default: the source of `prepare_fn`.
+
+    Raises
+    ------
+    InputError
+        The name belongs to a backend of labkit.
+    ValueError
+        The source of `prepare_fn` cannot be read and none was given.
+    """
+    known = _BACKENDS.get(name)
+    if isinstance(known, str) or (known is not None and known.prepare.__module__.startswith("labkit.attention.")):
+        raise InputError(f"name must not be that of a built-in backend, got {name!r}")
+    if source is None:
+        try:
+            source = inspect.getsource(prepare_fn)
+        except (OSError, TypeError) as error:
+            raise ValueError(f"source must be given when prepare_fn's own cannot be read ({error})") from error
+    _BACKENDS[name] = Backend(name, supports, prepare_fn, (source,))
+
+
+def load_backend_file(path: str | Path) -> list[str]:
+    """Run a Python file that calls `register_backend`, or that defines ``NAME``, ``supports`` and ``prepare``.
+
+    Returns
+    -------
+    list of str
+        The names it added or replaced.
+
+    Raises
+    ------
+    InputError
+        No such file, it fails to run, or it adds no backend.
+    """
+    file = Path(path).resolve()
+    spec = importlib.util.spec_from_file_location(f"labkit_backend_{file.stem}", file)
+    if not file.is_file() or spec is None or spec.loader is None:
+        raise InputError(f"backend file must be an existing Python file, got {str(path)!r}")
+    before = dict(_BACKENDS)
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise InputError(f"backend file {file.name} failed: {type(error).__name__}: {error}") from error
+    if hasattr(module, "NAME"):
+        backend = _from_module(module)
+        register_backend(backend.name, backend.prepare, supports=backend.supports, source="\n".join(backend.source))
+    added = [name for name, entry in _BACKENDS.items() if before.get(name) != entry]
+    if not added:
+        raise InputError(f"backend file {file.name} must call register_backend or define NAME, supports and prepare")
+    return added
+
+
+def _unusable(backend: Backend) -> str:
+    """Why a backend does no shape at all on this machine, or ""."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    reasons = [
+        backend.supports(AttentionShape(1, 1, 16, 1, 1, 128, q_dtype=dtype), device)
+        for dtype in ("bfloat16", "float16", "float32")
+    ]
+    return reasons[0] if all(reasons) else ""
+
+
+def available_backends() -> dict[str, str]:
+    """Every backend by name, with "" when it is usable on this machine, else the reason."""
+    found = {}
+    for name in [*_BACKENDS, *(name for name in _entry_points() if name not in _BACKENDS)]:
+        try:
+            found[name] = _unusable(_lookup(name))
+        except BackendUnavailable as error:
+            found[name] = error.reason
+    return found
+
+
+def backend_digest(name: str) -> str:
+    """12 hex digits of the backend's source (its knobs are constants in there) and of the torch and Triton versions.
+
+    Raises
+    ------
+    InputError
+        Unknown backend.
+    """
+    backend = _lookup(name)
+    try:
+        triton_version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        triton_version = "none"
+    text = "\0".join([*backend.source, torch.__version__, triton_version])
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+class PreparedAttention:
+    """Attention of one step, metadata built: call it to run layer 0 on the bound `q`, or `run` it per layer.
+
+    Attributes
+    ----------
+    backend
+        Its name.
+    info
+        What really runs: ``resolved_kernel``, ``num_programs``, ``num_splits``, ``kv_passes`` (times a call reads
+        each byte of K and V) and what the backend adds (``grid``, ``workspace_bytes``). None where not known.
+    q, out
+        ``[batch_size, q_len, num_qo_heads, head_dim]``.
+    lse
+        float32 ``[batch_size, q_len, num_qo_heads]``, natural logarithm, or None.
+    """
+
+    def __init__(self, backend: str, run: Run, info: dict[str, Any], q: Tensor, out: Tensor, lse: Tensor | None):
+        self.backend, self.info, self._run = backend, info, run
+        self.q, self.out, self.lse = q, out, lse
+
+    def __call__(self) -> None:
+        self._run(self.q, 0, self.out, self.lse)
+
+    def run(self, q: Tensor, layer: int, out: Tensor, lse: Tensor | None = None) -> None:
+        """Attention of another `q` of the prepared shape and dtype over `layer`, into `out`."""
+        self._run(q, layer, out, lse)
+
+
+def shape_of(q: Tensor, cache: PagedKVCache) -> AttentionShape:
+    """The checked shape of a call: `q` ``[batch_size, q_len, num_qo_heads, head_dim]`` over `cache`.
+
+    Raises
+    ------
+    ValueError
+        `q` and `cache` do not belong together, or the cache has no room for the `q_len` new tokens.
+    """
+    if q.dim() != 4:
+        raise ValueError(f"q must be [batch_size, q_len, num_qo_heads, head_dim], got {tuple(q.shape)}")
+    batch_size, q_len, num_qo_heads, head_dim = q.shape
+    for name, got, size in (("batch_size", batch_size, cache.batch_size), ("head_dim", head_dim, cache.head_dim)):
+        if got != size:
+            raise ValueError(f"{name} of q must equal the cache's {size}, got {got}")
+    if q.device.type != cache.device.type:
+        raise ValueError(f"q must be on the cache's device {cache.device}, got {q.device}")
+    shape = AttentionShape(
+        batch_size=batch_size,
+        q_len=q_len,
+        context_len=tuple(cache.context_lens),
+        num_qo_heads=num_qo_heads,
+        num_kv_heads=cache.num_kv_heads,
+        head_dim=head_dim,
+        page_size=cache.page_size,
+        q_dtype=str(q.dtype).removeprefix("torch."),
+        kv_dtype=str(cache.dtype).removeprefix("torch."),
+    )
+    if max(shape.kv_lens) > cache.max_context_len:
+        wanted = f"context_len + q_len must stay within max_context_len={cache.max_context_len}"
+        raise ValueError(f"{wanted}, got {shape.context_len_max} + {q_len}")
+    return shape
+
+
+def prepare(
+    q: Tensor,
+    cache: PagedKVCache,
+    *,
+    backend: str,
+    spec: AttentionSpec = AttentionSpec(),
+    out: Tensor | None = None,
+) -> PreparedAttention:
+    """Check the call, look the backend up and build its metadata once; nothing here is timed.
+
+    The cache already holds K and V of the `q_len` new tokens behind its `context_lens` (appended, not yet advanced).
+    `out` (and `lse`) are filled with NaN, so a row that a backend leaves out cannot pass for a result.
+
+    Parameters
+    ----------
+    q
+        ``[batch_size, q_len, num_qo_heads, head_dim]``; also stands for later `run` calls of the same shape and dtype.
+    out
+        Same shape and dtype as `q`; made when None.
+
+    Raises
+    ------
+    InputError
+        Unknown backend, or heads that do not divide.
+    ValueError
+        `q`, `cache` or `out` do not fit together.
+    Unsupported
+        The backend cannot do this shape.
+    BackendUnavailable
+        The backend cannot run on this machine at all.
+    """
+    entry = _lookup(backend)
+    shape = shape_of(q, cache)
+    reason = entry.supports(shape, q.device.type)
+    if reason:
+        unusable = _unusable(entry)
+        if unusable:
+            raise BackendUnavailable(backend, unusable)
+        raise Unsupported(f"backend {backend!r} does not support {shape}: {reason}")
+    if spec.max_splits is not None and spec.max_splits < 1:
+        raise InputError(f"max_splits must be at least 1, got {spec.max_splits}")
+    if out is None:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    elif out.shape != q.shape or out.dtype != q.dtype or not out.is_contiguous():
+        wanted = f"contiguous {q.dtype} {tuple(q.shape)} like q"
+        raise ValueError(f"out must be {wanted}, got {out.dtype} {tuple(out.shape)}")
+    out.fill_(math.nan)
+    lse = torch.full(q.shape[:3], math.nan, device=q.device) if spec.return_lse else None
+    run, info = entry.prepare(q, cache, spec)
+    return PreparedAttention(backend, run, info, q, out, lse)
+
+
+def max_error(out: Tensor, ref: Tensor) -> float:
+    """``max|out - ref| / max|ref|`` in float64; infinite when `out` holds a NaN or an infinity."""
+    difference = (out.double() - ref.double()).abs().max()
+    error = (difference / ref.double().abs().max()).item()
+    return error if math.isfinite(error) else math.inf

@@ -1,0 +1,210 @@
+"""Shapes of attention calls and of models: validated, frozen, and without torch so that analysis can use them."""
+
+import csv
+from dataclasses import dataclass, fields
+
+from labkit.errors import InputError
+from labkit.paths import REFERENCE
+
+DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+
+
+def dtype_bytes(dtype: str) -> int:
+    """Bytes of one element of `dtype`.
+
+    Raises
+    ------
+    InputError
+        The name is not in ``DTYPE_BYTES``.
+    """
+    if dtype not in DTYPE_BYTES:
+        raise InputError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {dtype!r}")
+    return DTYPE_BYTES[dtype]
+
+
+def _at_least(minimum: int, **values: object) -> None:
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise InputError(f"{name} must be an integer of at least {minimum}, got {value!r}")
+
+
+def _divides(num_qo_heads: int, num_kv_heads: int) -> None:
+    if num_qo_heads % num_kv_heads:
+        raise InputError(f"num_qo_heads must be a multiple of num_kv_heads={num_kv_heads}, got {num_qo_heads}")
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """One attention call over a paged cache.
+
+    `context_len` counts the tokens in the cache before the step, per request: an int when all requests agree,
+    else a tuple of `batch_size` ints. The call attends to ``kv_len = context_len + q_len`` keys with a
+    lower-right aligned causal mask.
+
+    Raises
+    ------
+    InputError
+        A size is not an integer in range, the heads do not divide, or a dtype is unknown.
+    """
+
+    batch_size: int
+    q_len: int
+    context_len: int | tuple[int, ...]
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int = 16
+    q_dtype: str = "bfloat16"
+    kv_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        _at_least(
+            1,
+            batch_size=self.batch_size,
+            q_len=self.q_len,
+            num_qo_heads=self.num_qo_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            page_size=self.page_size,
+        )
+        _divides(self.num_qo_heads, self.num_kv_heads)
+        if not isinstance(self.context_len, int):
+            object.__setattr__(self, "context_len", tuple(self.context_len))
+            if len(self.context_lens) != self.batch_size:
+                wanted = f"one context_len per request (batch_size={self.batch_size})"
+                raise InputError(f"context_len must hold {wanted}, got {len(self.context_lens)}")
+        for context_len in self.context_lens:
+            _at_least(0, context_len=context_len)
+        if self.kv_dtype is None:
+            object.__setattr__(self, "kv_dtype", self.q_dtype)
+        dtype_bytes(self.q_dtype)
+        dtype_bytes(str(self.kv_dtype))
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one KV head."""
+        return self.num_qo_heads // self.num_kv_heads
+
+    @property
+    def context_lens(self) -> tuple[int, ...]:
+        """Tokens in the cache before the step, one per request."""
+        if isinstance(self.context_len, tuple):
+            return self.context_len
+        return (self.context_len,) * self.batch_size
+
+    @property
+    def context_len_mean(self) -> float:
+        """Mean of `context_lens`, in tokens."""
+        return sum(self.context_lens) / self.batch_size
+
+    @property
+    def context_len_max(self) -> int:
+        """Largest of `context_lens`, in tokens."""
+        return max(self.context_lens)
+
+    @property
+    def kv_lens(self) -> tuple[int, ...]:
+        """Keys each request attends to, the `q_len` new tokens included."""
+        return tuple(context_len + self.q_len for context_len in self.context_lens)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A dense decoder of the Llama/Qwen family: RMSNorm, rotary embedding, GQA, SwiGLU.
+
+    `qk_norm` adds one RMSNorm of `head_dim` weights to q and to k in every layer; `qkv_bias` a bias to the q, k and v
+    projections. `source` cites where the numbers were read.
+
+    Raises
+    ------
+    InputError
+        A size is not an integer of at least 1, or the heads do not divide.
+    """
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_context_len: int
+    rope_theta: float
+    rms_norm_eps: float
+    tied_embeddings: bool
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        sizes = {field.name: getattr(self, field.name) for field in fields(self) if field.type in (int, "int")}
+        _at_least(1, **sizes)
+        _divides(self.num_qo_heads, self.num_kv_heads)
+
+    @property
+    def num_linear_parameters(self) -> int:
+        """Weights of the matrices inside the layers. Not counted: embedding, output head, norms, biases."""
+        q_width = self.num_qo_heads * self.head_dim
+        kv_width = self.num_kv_heads * self.head_dim
+        attention = self.hidden_size * 2 * (q_width + kv_width)
+        return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+
+    @property
+    def num_parameters(self) -> int:
+        """All stored parameters; a tied output head is counted once, with the embedding."""
+        per_layer = 2 * self.hidden_size
+        if self.qk_norm:
+            per_layer += 2 * self.head_dim
+        if self.qkv_bias:
+            per_layer += (self.num_qo_heads + 2 * self.num_kv_heads) * self.head_dim
+        num_tables = 1 if self.tied_embeddings else 2
+        rest = self.num_layers * per_layer + self.hidden_size
+        return num_tables * self.vocab_size * self.hidden_size + self.num_linear_parameters + rest
+
+    def weight_bytes(self, dtype: str) -> int:
+        """Bytes of the stored weights. With float8 only the matrices inside the layers shrink, the rest is bfloat16."""
+        size = dtype_bytes(dtype)
+        rest = self.num_parameters - self.num_linear_parameters
+        return self.num_linear_parameters * size + rest * max(size, 2)
+
+    def weight_bytes_read(self, dtype: str) -> int:
+        """Bytes of weights that one forward reads: all but an untied input embedding, of which it reads single rows."""
+        skipped = 0 if self.tied_embeddings else self.vocab_size * self.hidden_size
+        return self.weight_bytes(dtype) - skipped * max(dtype_bytes(dtype), 2)
+
+    def kv_bytes_per_token(self, dtype: str) -> int:
+        """Bytes of K and V over all layers for one token. Not counted: scales of a quantised cache."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes(dtype)
+
+
+def _parse(row: dict[str, str]) -> ModelShape:
+    def value(name: str, kind: object) -> object:
+        text = row[name]
+        if kind in (bool, "bool"):
+            return text == "true"
+        if kind in (int, "int"):
+            return int(text)
+        return float(text) if kind in (float, "float") else text
+
+    return ModelShape(**{field.name: value(field.name, field.type) for field in fields(ModelShape)})  # type: ignore[arg-type]
+
+
+def model_shapes() -> dict[str, ModelShape]:
+    """Every shape of ``data/reference/model_shapes.csv`` by name."""
+    with (REFERENCE / "model_shapes.csv").open(newline="") as file:
+        return {row["name"]: _parse(row) for row in csv.DictReader(file)}
+
+
+def model_shape(name: str) -> ModelShape:
+    """Look a model shape up by its name in ``data/reference/model_shapes.csv``.
+
+    Raises
+    ------
+    InputError
+        No such row; the message lists the known names.
+    """
+    known = model_shapes()
+    if name not in known:
+        raise InputError(f"model must be one of {', '.join(known)}, got {name!r}")
+    return known[name]

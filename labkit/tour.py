@@ -1,0 +1,75 @@
+"""The tour of the committed data, the committed figures, and the demo that measures."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from labkit import paths, verdict
+from labkit.errors import InputError
+
+
+def tour(out_dir: Path | None = None) -> Path:
+    """Draw the headline figure and print the verdicts from ``data/runs``; nothing is measured, no torch is loaded.
+
+    Returns the figure's PNG.
+    """
+    from labkit.figures import save_figure
+    from labkit.panels import figure_breakeven
+    from labkit.results import find_runs
+
+    out = out_dir or paths.BUILD / "tour"
+    result = verdict.verdict_from_files([])
+    print(verdict.render(result))
+    sources = [run.path for name in ("loop", "acceptance") for run in find_runs(name)]
+    files = save_figure(figure_breakeven(result), "tour_breakeven", sources, out_dir=out)
+    png = next(file for file in files if file.suffix == ".png")
+    print(f"\nheadline figure: {png}")
+    return png
+
+
+def demo(out_dir: Path, *, preset: str = "auto") -> int:
+    """Measure on this machine through the notebooks; figures, HTML and the break-even table land in ``out_dir``.
+
+    Returns 0, or 1 when a notebook failed (its executed copy is kept).
+    """
+    from labkit.batch import failed, run_batch
+
+    begin = time.monotonic()
+    if preset == "auto":
+        from labkit.experiments.common import auto_preset
+
+        preset = auto_preset()
+    # The summary goes last: it reads what the others measured.
+    names = ["01_verify_attention", "03_acceptance", "04_breakeven", "00_start_here"]
+    notebooks = [paths.NOTEBOOKS / f"{name}.ipynb" for name in names]
+    verdicts = run_batch(notebooks, preset=preset, out_dir=out_dir)
+    runs = Path(out_dir).resolve() / "runs"
+    status = 0
+    if failed(verdicts):
+        status = 1
+    else:
+        result = verdict.verdict_from_files([runs], acceptance_paths=[runs])
+        (Path(out_dir) / "breakeven.json").write_text(result.to_json() + "\n")
+        print("\n" + verdict.render(result))
+    print(f"\n{out_dir}: executed notebooks, HTML, figures/, runs/ ({time.monotonic() - begin:.0f} s)")
+    return status
+
+
+def committed_figures(*, stale_only: bool = False, names: Sequence[str] = ()) -> int:
+    """Draw the committed figures again from the committed data, or list those that are out of date.
+
+    Returns 1 when ``stale_only`` finds any.
+    """
+    from labkit.batch import failed, run_batch
+    from labkit.figures import stale_figures
+
+    if stale_only:
+        stale = stale_figures()
+        print("\n".join(f"{name}: {reason}" for name, reason in stale.items()) or "all figures are up to date")
+        return 1 if stale else 0
+    verdicts = run_batch(preset="committed", parameters={"figures_dir": str(paths.FIGURES)}, out_dir=paths.BUILD / "figures")
+    if bad := failed(verdicts):
+        raise InputError(f"notebooks failed: {', '.join(bad)}; see {paths.BUILD / 'figures'}")
+    return 0

@@ -1,0 +1,73 @@
+"""Stored runs in, verdicts out: what `labkit breakeven`, the tour and the notebooks have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from labkit.breakeven import Breakeven, breakeven, verdict_table
+from labkit.errors import InputError
+from labkit.results import load_runs
+
+
+def parse_length(text: str) -> float | tuple[float, float, float]:
+    """``X`` or ``X,low,high`` as numbers. Raises InputError for anything else."""
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        values = []
+    if len(values) not in (1, 3):
+        raise InputError(f"--acceptance-length: wanted X or X,low,high, got {text!r}")
+    return values[0] if len(values) == 1 else (values[0], values[1], values[2])
+
+
+def fixed_context(rows: pd.DataFrame) -> pd.DataFrame:
+    """The loop rows that are costs: those of runs at a fixed context (all drafts rejected, origin forced)."""
+    return rows[rows["origin"] == "forced"]
+
+
+def verdict_from_files(
+    cost_paths: Sequence[Path | str],
+    *,
+    acceptance_paths: Sequence[Path | str] | None = None,
+    acceptance_length: str | None = None,
+    acceptance_from: str | None = None,
+    baseline: str = "fastest",
+    gpu: str | None = None,
+) -> Breakeven:
+    """Join stored loop costs with stored acceptance or an imposed length; see `labkit.breakeven.breakeven`.
+
+    Raises
+    ------
+    InputError
+        No run where one was named, a broken one, or sides that do not join.
+    """
+    rows = load_runs("loop", *cost_paths, gpu=gpu)
+    costs = fixed_context(rows)
+    if costs.empty:
+        raise InputError("cost: these loop runs generated from prompts; wanted a cost run (acceptance=none)")
+    acceptance = (
+        parse_length(acceptance_length) if acceptance_length else load_runs("acceptance", *(acceptance_paths or ()))
+    )
+    return breakeven(costs, acceptance, acceptance_from=acceptance_from, baseline=baseline)
+
+
+def render(result: Breakeven) -> str:
+    """The verdicts as a table, then one line per crossing."""
+    lines = [verdict_table(result.cells).to_string(index=False), "", *crossing_lines(result)]
+    lines.append(f"baseline: {result.baseline}; intervals: {result.confidence:.0%}")
+    return "\n".join(lines)
+
+
+def crossing_lines(result: Breakeven) -> list[str]:
+    """Where each curve crosses break-even, in words."""
+    lines = []
+    for curve in result.crossovers:
+        name = f"{curve['verify_backend']}, k={curve['num_speculative_tokens']:.0f}, {curve['workload'] or 'imposed'}"
+        for crossing in curve["crossovers"]:
+            low, high = crossing["low"], crossing["high"]
+            bounds = f" [{low:,.0f}, {high:,.0f}]" if low is not None and high is not None else ""
+            lines.append(f"{name}: {crossing['direction']} {crossing['context_len']:,.0f}{bounds} tokens of context")
+    return lines
