@@ -1,6 +1,7 @@
 """Attention rows summarised for drawing: median time per cell, floor, share of the read bandwidth, slope per 1K tokens."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -67,6 +68,12 @@ def attention_table(df: pd.DataFrame, read_gb_per_s: float | Mapping[str, float]
             }
         )
     return pd.DataFrame(records)
+
+
+def read_bandwidths(sidecars: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """run_id -> read bandwidth (1e9 bytes per second) of the runs whose calibration has one."""
+    calibrations = {run: sidecar.get("calibration") or {} for run, sidecar in sidecars.items()}
+    return {run: values["read_gb_per_s"] for run, values in calibrations.items() if values.get("read_gb_per_s")}
 
 
 def slope_us_per_1k(context_len: np.ndarray, attention_us: np.ndarray) -> float:

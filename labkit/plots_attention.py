@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from labkit.attention_table import attention_table, fitting_context, kernel_segments, slope_us_per_1k
+from labkit.attention_table import attention_table, fitting_context, kernel_segments, read_bandwidths, slope_us_per_1k
 from labkit.errors import InputError
 from labkit.labels import EndLabels, Notes
 from labkit.style import (
@@ -160,9 +160,10 @@ def figure_attention(
     InputError
         As `plot_attention_time`.
     """
-    calibrations = {run: sidecar.get("calibration") or {} for run, sidecar in (sidecars or {}).items()}
-    bandwidth = {run: values["read_gb_per_s"] for run, values in calibrations.items() if values.get("read_gb_per_s")}
-    caches = {values["cache_bytes"] for values in calibrations.values() if values.get("cache_bytes")}
+    sidecars = sidecars or {}
+    bandwidth = read_bandwidths(sidecars)
+    calibrations = [sidecar.get("calibration") or {} for sidecar in sidecars.values()]
+    caches = {values["cache_bytes"] for values in calibrations if values.get("cache_bytes")}
     table = attention_table(df, bandwidth)
     options: dict[str, Any] = {
         "q_len": _verify_q_len(table, q_len), "read_gb_per_s": bandwidth, "cache_bytes": max(caches, default=None), "labels": labels,
