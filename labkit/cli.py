@@ -131,16 +131,16 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    from labkit.check import check_paths
+    from labkit.check import check_run
 
-    findings = check_paths(arguments.paths)
+    findings = [finding for path in arguments.paths for finding in check_run(path)]
     text = "\n".join(map(str, findings)) or "no findings"
     _show(arguments, [vars(finding) for finding in findings], text)
     return FINDING if findings else 0
 
 
 def _breakeven(arguments: argparse.Namespace) -> None:
-    from labkit.verdict import verdict_from_files
+    from labkit.verdict import render, verdict_from_files
 
     result = verdict_from_files(
         arguments.cost,
@@ -149,7 +149,7 @@ def _breakeven(arguments: argparse.Namespace) -> None:
         acceptance_from=arguments.acceptance_from,
         baseline=arguments.baseline,
     )
-    _show(arguments, result.to_json(), result.to_text())
+    print(result.to_json() if arguments.json else render(result))
 
 
 def _compare(arguments: argparse.Namespace) -> int:

@@ -26,7 +26,8 @@ from labkit.journal import (
     rows_table,
 )
 from labkit.paths import RUNS
-from labkit.progress import progress, say
+from labkit.progress import progress as counter
+from labkit.progress import say
 from labkit.provenance import collect, command_line, digest, environment_digest, plain, utc_now
 from labkit.results import new_run_id, run_folder
 from labkit.schema import columns
@@ -215,15 +216,15 @@ def _measure_all(
     budget: _Budget,
     timeout_s: float,
     calibrate_on: str | None,
-    show_progress: bool,
+    progress: bool,
 ) -> int:
     """Measure and store what is not final yet; the number of points measured."""
     todo = _batches(journal, keyed)
     num_measured, bar = 0, None
     try:
         journal.append(_session(runner, calibrate_on))
-        if show_progress:
-            bar = progress(len(keyed), journal.header["experiment"], initial=len(keyed) - sum(map(len, todo)))
+        if progress:
+            bar = counter(len(keyed), journal.header["experiment"], initial=len(keyed) - sum(map(len, todo)))
         for key, outcome in runner.outcomes(budget.limit(todo), timeout_s):
             if outcome.get("bad_input") and num_measured == 0:
                 # The first refusal is about what the user asked for; later ones are rows.
@@ -281,7 +282,7 @@ def run_sweep(
     provenance: dict[str, Any] | None = None,
     calibrate: bool = False,
     worker: bool = True,
-    show_progress: bool = True,
+    progress: bool = True,
 ) -> RunResult:
     """Measure every point, in the order given, and store each as soon as it is done.
 
@@ -324,7 +325,7 @@ def run_sweep(
         Run `labkit.calibrate.calibrate` first and store its result in the sidecar.
     worker : bool
         False: measure in this process, for tests and debugging.
-    show_progress : bool
+    progress : bool
         Show a bar or lines of progress.
 
     Returns
@@ -367,7 +368,7 @@ def run_sweep(
                     budget=budget,
                     timeout_s=timeout_s,
                     calibrate_on=device if calibrate else None,
-                    show_progress=show_progress,
+                    progress=progress,
                 )
             except KeyboardInterrupt:
                 compact(journal)

@@ -40,7 +40,7 @@ def main() -> None:
         experiment="loop",
         out_dir=Path(sys.argv[1]),
         provenance=provenance,
-        show_progress=False,
+        progress=False,
     )
     print("finished", result.run_id, flush=True)
 

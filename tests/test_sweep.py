@@ -29,7 +29,7 @@ def provenance() -> dict:
 @pytest.fixture
 def go(tmp_path, provenance):
     def run(points, measure=sweep_points.measure, **options) -> RunResult:
-        chosen = {"worker": False, "show_progress": False, "provenance": provenance, **options}
+        chosen = {"worker": False, "progress": False, "provenance": provenance, **options}
         return run_sweep(points, measure, experiment="loop", out_dir=tmp_path, **chosen)
 
     return run
@@ -358,7 +358,7 @@ def test_progress_lines(capsys, monkeypatch):
 
 
 def test_progress_of_a_sweep_ends_with_all_points(go, capsys):
-    go(contexts(0, 1, 2, 3), show_progress=True)
+    go(contexts(0, 1, 2, 3), progress=True)
     assert capsys.readouterr().err.splitlines()[-1].startswith("loop 4/4 ")
 
 
