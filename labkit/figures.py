@@ -20,14 +20,14 @@ from labkit import __version__, paths
 from labkit.errors import InputError
 from labkit.provenance import code_digest
 from labkit.results import file_digest, read_sidecar, run_files
-from labkit.style import context
+from labkit.style import context, freeze_layout
 
 FORMATS = ("svg", "pdf", "png")
 # Everything between stored rows and ink. A change in one of these makes a figure stale.
 DRAWING_CODE = (
     "acceptance.py", "acceptance_join.py", "acceptance_positions.py", "attention_table.py", "breakeven.py", "cost.py", "crossovers.py",
     "curves.py", "figures.py", "intervals.py", "labels.py", "panels.py", "plots.py", "plots_acceptance.py", "plots_attention.py",
-    "rows.py", "step_costs.py", "style.py",
+    "rows.py", "shapes.py", "step_costs.py", "style.py",
 )  # fmt: skip
 
 
@@ -83,6 +83,7 @@ def save_figure(
     folder.mkdir(parents=True, exist_ok=True)
     files = []
     with context():
+        freeze_layout(fig)
         for entry in formats:
             buffer = io.BytesIO()
             fig.savefig(buffer, format=entry, metadata=_metadata(entry, name, record))

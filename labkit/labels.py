@@ -16,7 +16,7 @@ from matplotlib.lines import Line2D
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox, IdentityTransform
 
-from labkit.style import NOTE_SIZE
+from labkit.style import NOTE_SIZE, text_color
 
 
 def spread(
@@ -77,7 +77,7 @@ class EndLabels(Artist):
 
     def add(self, x: float, y: float, text: str, *, color: str, size: float = 7.0) -> Text:
         """Label the end (x, y), in data coordinates."""
-        label = Text(0, 0, text, color=color, size=size, ha="left", va="center", transform=IdentityTransform())
+        label = Text(0, 0, text, color=text_color(color), size=size, ha="left", va="center", transform=IdentityTransform())
         leader = Line2D([], [], color=color, linewidth=0.5, alpha=0.7, transform=IdentityTransform())
         for artist in (label, leader):
             artist.set_figure(self.host.figure)
@@ -160,7 +160,7 @@ class Notes(Artist):
         """Add a note of (text, colour) lines; near the vertical ``stretch`` (x, low, high) in data coordinates, or anywhere."""
         texts = []
         for line, color in lines:
-            text = Text(0, 0, line, color=color, size=size, ha="left", va="bottom", transform=IdentityTransform())
+            text = Text(0, 0, line, color=text_color(color), size=size, ha="left", va="bottom", transform=IdentityTransform())
             text.set_figure(self.host.figure)
             text.set_bbox({"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.5})
             texts.append(text)
@@ -172,6 +172,7 @@ class Notes(Artist):
         placed: list[Bbox] = []
         for note in self.notes:
             obstacles = _obstacle_points(self.host, renderer, guides=note.stretch is None)
+            _fold(note.texts, self.host.bbox.width - 4 * pixel, renderer)
             sizes = [text.get_window_extent(renderer) for text in note.texts]
             line = max(size.height for size in sizes)
             width, height = max(size.width for size in sizes), line * len(sizes)
@@ -190,6 +191,7 @@ class Notes(Artist):
         else:
             x = self.host.transData.transform((note.stretch[0], note.stretch[1]))[0]
             lefts = np.array([x + gap, x - gap - width, x - width / 2])
+            lefts = np.clip(lefts, frame.x0 + gap / 2, max(frame.x1 - width, frame.x0 + gap / 2))
         return [Bbox.from_bounds(x0, y0, width, height) for y0 in heights for x0 in lefts]
 
     def _cost(
@@ -217,6 +219,12 @@ class Notes(Artist):
             self.place(renderer)
             for text in self.texts:
                 text.draw(renderer)
+
+
+def _fold(texts: Sequence[Text], width: float, renderer: RendererBase) -> None:
+    """Break a note of one line before its bracket when it is wider than the axes, in display units."""
+    if len(texts) == 1 and texts[0].get_window_extent(renderer).width > width:
+        texts[0].set_text(texts[0].get_text().replace(" [", "\n["))
 
 
 def _obstacle_points(ax: Axes, renderer: RendererBase, *, guides: bool) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Whole figures: panels, header, legend. The axes-level functions do the drawing."""
 
+from itertools import product
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from labkit.cost import floor_relative_cost
 from labkit.errors import InputError
 from labkit.plots import plot_breakeven, plot_speedup
 from labkit.shapes import model_shape
-from labkit.style import INK, TEXT_WIDTH_IN, add_header, add_legend, new_figure, series_styles, styled
+from labkit.style import INK, TEXT_WIDTH_IN, add_header, add_legend, freeze_layout, new_figure, series_styles, styled
 
 FACETS = ("num_speculative_tokens", "batch_size", "workload")
 _MAX_COLUMNS = 4
@@ -65,6 +66,7 @@ def figure_breakeven(
         cells, draw, panels=panels, labels=labels, width_in=width_in, title=title, baseline=result.baseline
     )
     _legend(figure, cells)
+    freeze_layout(figure)
     return figure
 
 
@@ -88,6 +90,7 @@ def figure_speedup(
     limits = np.array([ax.get_ylim() for ax in figure.axes if ax.get_visible()])
     for ax in figure.axes:
         ax.set_ylim(limits[:, 0].min(), limits[:, 1].max())
+    freeze_layout(figure)
     return figure
 
 
@@ -149,7 +152,8 @@ def _facets(
     values = [sorted(cells[name].dropna().unique()) for name in panels]
     grid = [[{}]] if not panels else _grid(panels, values, 1 if width_in <= 5 else _MAX_COLUMNS)
     num_rows, num_columns = len(grid), max(map(len, grid))
-    figure = new_figure(width_in, 0.95 + num_rows * (1.7 if num_columns > 2 else 2.4))
+    several = "workload" not in panels and cells["workload"].nunique() > 1
+    figure = new_figure(width_in, 0.95 + num_rows * (2.6 if several else 1.7 if num_columns > 2 else 2.0))
     styles = series_styles(cells["verify_backend"].drop_duplicates())
     axes = figure.subplots(num_rows, num_columns, squeeze=False, sharex=True)
     for row, places in enumerate(grid):
@@ -185,9 +189,9 @@ def share_limits(row: Sequence[Axes]) -> None:
 
 
 def _grid(panels: Sequence[str], values: Sequence[Sequence[Any]], most: int) -> list[list[dict[str, Any]]]:
-    if len(panels) == 1:
-        columns = min(len(values[0]), most)
-        places = [{panels[0]: value} for value in values[0]]
+    if len(panels) == 1 or most == 1:
+        places = [dict(zip(panels, place, strict=True)) for place in product(*values)]
+        columns = min(len(places), most)
         return [places[start : start + columns] for start in range(0, len(places), columns)]
     down, across = (0, 1) if len(values[1]) <= most else (1, 0)
     return [[{panels[down]: a, panels[across]: b} for b in values[across]] for a in values[down]]

@@ -27,6 +27,7 @@ from labkit.style import (
     origin_style,
     series_styles,
     styled,
+    text_color,
 )
 
 # Origins that describe the acceptance length of a cell and not its cost.
@@ -288,7 +289,7 @@ def _draw_crossings(
             x, bottom = crossing["context_len"], ax.get_ylim()[0]
             y = float(value_at(np.array([x]), rows, "relative_step_cost")[0])
             ax.plot([x, x], [bottom, y], color=color, linewidth=0.7, **_LINES_WITHOUT_DATA)
-            ax.plot([x], [y], marker="o", markersize=4.4, markerfacecolor="none", markeredgecolor=color,
+            ax.plot([x], [y], linestyle="none", marker="o", markersize=4.4, markerfacecolor="none", markeredgecolor=color,
                     markeredgewidth=0.9, zorder=4)  # fmt: skip
             found.append((str(curve.get(acceptance) or ""), crossing, (x, bottom, y)))
     return found
@@ -325,4 +326,4 @@ def _mark_off_scale(ax: Axes, cells: pd.DataFrame, style: SeriesStyle, ceiling: 
     text = f"needs {last['relative_step_cost']:.1f}"
     text += ", cannot pay" if last["verdict"] == "cannot_pay" else ""
     ax.annotate(text, (x, ceiling + offset), (-5, 0), textcoords="offset points", ha="right", va="center", size=6.5,
-                color=style.color, annotation_clip=False)  # fmt: skip
+                color=text_color(style.color), annotation_clip=False)  # fmt: skip

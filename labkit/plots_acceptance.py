@@ -23,6 +23,7 @@ from labkit.style import (
     add_legend,
     axes_or_new,
     context_axis,
+    freeze_layout,
     new_figure,
     origin_style,
     series_styles,
@@ -233,6 +234,7 @@ def figure_acceptance(
     if definition == "pooled":
         mark = Line2D([], [], color=INK, linestyle="none", marker="o", markersize=2.6, markerfacecolor="white", markeredgewidth=0.7)
         add_legend(figure, [(mark, "mean of per-prompt lengths (another definition)")])
+    freeze_layout(figure)
     return figure
 
 

@@ -23,6 +23,7 @@ from labkit.style import (
     add_legend,
     axes_or_new,
     context_axis,
+    freeze_layout,
     new_figure,
     series_styles,
     styled,
@@ -187,6 +188,7 @@ def figure_attention(
     if caches and fitting_context(table, max(caches)) > table["context_len"].min():
         entries.append((Patch(facecolor="0.93", linewidth=0), f"keys and values fit in the last-level cache ({max(caches) / 2**20:.0f} MiB)"))
     add_legend(figure, entries)
+    freeze_layout(figure)
     return figure
 
 

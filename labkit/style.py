@@ -16,6 +16,7 @@ import matplotlib.style
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
@@ -62,6 +63,8 @@ RC: Mapping[str, object] = {
     "xtick.minor.size": 1.6,
     "ytick.minor.size": 1.6,
     "text.color": INK,
+    # Letters are then as wide on screen as in the PDF, so one layout serves all formats.
+    "text.hinting": "no_hinting",
     "lines.linewidth": 1.4,
     "lines.markersize": 3.6,
     "lines.solid_capstyle": "round",
@@ -247,6 +250,12 @@ def new_figure(width_in: float, height_in: float) -> Figure:
     return figure
 
 
+def text_color(color: str) -> tuple[float, float, float]:
+    """A darker shade of a line colour: letters are thinner than lines and need more contrast on white."""
+    red, green, blue = to_rgb(color)
+    return (0.74 * red, 0.74 * green, 0.74 * blue)
+
+
 def axes_or_new(ax: Axes | None) -> Axes:
     """``ax``, or the axes of a new pyplot figure of column width (pyplot, so that a bare call in a notebook shows it)."""
     if ax is not None:
@@ -275,6 +284,17 @@ def add_header(figure: Figure, title: str, subtitle: str = "") -> None:
         engine.set(rect=(0.0, 0.0, 1.0, (y_in - 0.02) / height_in))
 
 
+def freeze_layout(figure: Figure) -> None:
+    """Lay out once and keep it: repeated layouts differ in the last digits, and so would saved files.
+
+    ``figure.set_layout_engine("constrained")`` makes a frozen figure flow again.
+    """
+    if figure.get_layout_engine() is not None:
+        figure.draw_without_rendering()
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")
+
+
 def add_legend(figure: Figure, entries: Sequence[tuple[Artist, str]]) -> None:
     """A legend under the panels, in as few rows as the width allows."""
     renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
@@ -289,17 +309,22 @@ def add_legend(figure: Figure, entries: Sequence[tuple[Artist, str]]) -> None:
 
 
 def _wrap(figure: Figure, text: str, size: float, weight: str, width_in: float) -> list[str]:
-    """Break ``text`` at ' · ' or blanks so that each line fits ``width_in``, by the real width of its letters."""
+    """Break ``text`` at ' · ', and what is still too long at blanks, so that lines fit ``width_in`` by their real width."""
     renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
     probe = figure.text(0, 0, "", size=size, weight=weight)
-    joiner = " · " if " · " in text else " "
+
+    def fits(line: str) -> bool:
+        probe.set_text(line)
+        return bool(probe.get_window_extent(renderer).width <= 0.98 * width_in * figure.dpi)
+
     lines: list[str] = []
-    for part in text.split(joiner) if text else []:
-        candidate = f"{lines[-1]}{joiner}{part}" if lines else part
-        probe.set_text(candidate)
-        if lines and probe.get_window_extent(renderer).width > 0.97 * width_in * figure.dpi:
-            lines.append(part)
-        else:
-            lines[-1:] = [candidate]
+    for part in text.split(" · ") if text else []:
+        if lines and fits(f"{lines[-1]} · {part}"):
+            lines[-1] = f"{lines[-1]} · {part}"
+            continue
+        lines.append("")
+        for word in part.split(" "):
+            candidate = f"{lines[-1]} {word}".strip()
+            lines[-1:] = [candidate] if fits(candidate) or not lines[-1] else [lines[-1], word]
     probe.remove()
     return lines
