@@ -214,7 +214,7 @@ def identity_violations(counts: AcceptanceCounts | Mapping[str, Any]) -> list[st
     return problems
 
 
-def _row_counts(row: Mapping[str, Any]) -> AcceptanceCounts:
+def _row_counts(row: Mapping[Any, Any]) -> AcceptanceCounts:
     histogram = row.get("accepted_by_draft_length")
     if is_missing(histogram):
         raise ValueError("accepted_by_draft_length is missing")
@@ -225,6 +225,22 @@ def _row_counts(row: Mapping[str, Any]) -> AcceptanceCounts:
     return AcceptanceCounts(histogram, 0 if is_missing(truncated) else int(truncated))  # type: ignore[arg-type]
 
 
+def _all_counts(df: pd.DataFrame) -> list[AcceptanceCounts]:
+    """The counts of every row; InputError names the prompt of a bad one, or the different k."""
+    names = ("prompt_id", "num_speculative_tokens", "num_truncated_steps", "accepted_by_draft_length")
+    found = []
+    for row in df[[name for name in names if name in df]].to_dict("records"):
+        try:
+            found.append(_row_counts(row))
+        except ValueError as error:
+            raise InputError(f"acceptance row of prompt {row.get('prompt_id')!r}: {error}") from error
+    ks = sorted({counts.num_speculative_tokens for counts in found})
+    if len(ks) != 1:
+        got = " and ".join(map(str, ks)) or "no rows"
+        raise InputError(f"acceptance rows: wanted one num_speculative_tokens to pool, got {got}")
+    return found
+
+
 def counts_from_frame(df: pd.DataFrame) -> AcceptanceCounts:
     """Pool all acceptance rows of `df`.
 
@@ -233,28 +249,21 @@ def counts_from_frame(df: pd.DataFrame) -> AcceptanceCounts:
     InputError
         No rows, a bad histogram (its prompt is named), or rows of different num_speculative_tokens.
     """
-    if df.empty:
-        raise InputError("acceptance rows: there are none to pool")
-    total: AcceptanceCounts | None = None
-    for row in df.to_dict("records"):
-        try:
-            counts = _row_counts(row)
-            total = counts if total is None else total + counts
-        except ValueError as error:
-            raise InputError(f"acceptance row of prompt {row.get('prompt_id')!r}: {error}") from error
-    assert total is not None
-    return total
+    found = _all_counts(df)
+    return sum(found[1:], start=found[0])
 
 
 def prompt_histograms(df: pd.DataFrame) -> np.ndarray:
     """Histograms pooled per prompt, int64 [num_prompts, k+1, k+1]; prompts without a complete step are left out.
 
-    A prompt is the unit of resampling: its seeds and repetitions are not independent of one another.
+    A prompt is the unit of resampling: its seeds and repetitions are not independent of one another. Raises InputError
+    as `counts_from_frame` does.
     """
-    prompt = [name for name in ("workload", "prompt_id") if name in df]
-    pooled = [counts_from_frame(rows).histogram for _, rows in df.groupby(prompt, dropna=False, sort=True)]
-    stacked = np.stack(pooled)
-    return stacked[stacked.sum(axis=(1, 2)) > 0]
+    histograms = np.stack([counts.histogram for counts in _all_counts(df)])
+    prompts = df.groupby([name for name in ("workload", "prompt_id") if name in df], dropna=False, sort=True).ngroup()
+    pooled = np.zeros((int(prompts.max()) + 1, *histograms.shape[1:]), dtype=np.int64)
+    np.add.at(pooled, prompts.to_numpy(), histograms)
+    return pooled[pooled.sum(axis=(1, 2)) > 0]
 
 
 def acceptance_table(

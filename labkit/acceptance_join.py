@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -57,8 +58,8 @@ def imposed_source(acceptance: float | Sequence[float]) -> Source:
     InputError
         Not a number or three of them, or not ``1 <= low <= length <= high``.
     """
-    values = [acceptance] if np.isscalar(acceptance) else list(acceptance)  # type: ignore[arg-type]
-    if len(values) not in (1, 3) or any(isinstance(v, bool) or not isinstance(v, (int, float)) for v in values):
+    values: list[Any] = list(acceptance) if isinstance(acceptance, Sequence) else [acceptance]
+    if len(values) not in (1, 3) or any(isinstance(v, bool) or not isinstance(v, Real) for v in values):
         raise InputError(f"an imposed acceptance length is X or X,low,high, got {acceptance!r}")
     length, low, high = (float(v) for v in (values if len(values) == 3 else values * 3))
     if not 1 <= low <= length <= high < np.inf:

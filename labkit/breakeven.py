@@ -5,19 +5,19 @@ or an imposed length; they meet only where `labkit.acceptance_join` lets them.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from labkit.acceptance import length_draws
 from labkit.acceptance_join import Source, imposed_source, join
 from labkit.crossovers import crossovers
 from labkit.errors import InputError
-from labkit.intervals import generator, percentile_interval, resampled_medians, student_spread
+from labkit.intervals import generator, percentile_interval
 from labkit.rows import distinct, is_missing
+from labkit.speedup import Length, imposed_length, measured_length, relative_step_cost, speedup_of
 from labkit.step_costs import StepCosts, baseline_ms, paired_ratios, step_costs
 
 CELL_COLUMNS = (
@@ -98,18 +98,6 @@ class _Settings:
     seed: int
 
 
-@dataclass(frozen=True)
-class _Length:
-    """Acceptance of one source: estimates, and resampled deviations before the spread of small samples."""
-
-    length: float
-    shares: np.ndarray  # [k+1] share of steps by draft length
-    log_draws: np.ndarray  # [resamples] log acceptance length
-    share_draws: np.ndarray  # [resamples, k+1]
-    spread: np.ndarray  # [resamples], NaN for a single prompt
-    num_prompts: int | None
-
-
 def breakeven(
     cost_rows: pd.DataFrame,
     acceptance: pd.DataFrame | float | Sequence[float],
@@ -159,12 +147,16 @@ def breakeven(
     if baseline not in ("fastest", "same", *known):
         raise InputError(f"baseline must be fastest, same or one of {', '.join(known)}, got {baseline!r}")
     joined = _sources(costs, acceptance, acceptance_from)
-    lengths: dict[tuple[Any, ...], _Length] = {}
+    lengths: dict[tuple[Any, ...], Length] = {}
     cells, draws = [], []
     for cost, (sources, why) in zip(costs, joined, strict=True):
-        for source in sources or [None]:
-            length = _cached_length(source, cost.num_speculative_tokens, settings, lengths)
-            cell, log_speedup = _judge(cost, source, why, length, settings)
+        judged: list[Source | None] = [*sources] or [None]
+        for source in judged:
+            # Contexts of one band share their prompts, so they must share the draws.
+            key = (cost.num_speculative_tokens, source.key if source else None)
+            if key not in lengths:
+                lengths[key] = _length(source, cost.num_speculative_tokens, settings)
+            cell, log_speedup = _judge(cost, source, why, lengths[key], settings)
             cells.append(cell)
             draws.append(log_speedup)
     table = pd.DataFrame(cells, columns=list(CELL_COLUMNS))
@@ -191,135 +183,87 @@ def _sources(
     ]
 
 
-def _cached_length(
-    source: Source | None, k: int, settings: _Settings, lengths: dict[tuple[Any, ...], _Length]
-) -> _Length:
-    # Contexts of one band share their prompts and so must share their draws.
-    key = (k, source.key if source else None)
-    if key not in lengths:
-        lengths[key] = _length(source, k, settings)
-    return lengths[key]
-
-
-def _length(source: Source | None, k: int, settings: _Settings) -> _Length:
-    resamples = settings.resamples
-    if source is not None and source.histograms is not None:
+def _length(source: Source | None, k: int, settings: _Settings) -> Length:
+    if source is not None and source.histograms is not None and len(source.histograms):
         rng = generator(settings.seed, "prompts", *source.key)
-        num_prompts = len(source.histograms)
-        total = source.histograms.sum(axis=0)
-        if num_prompts:
-            accepted, _, steps = length_draws(source.histograms, resamples, rng)
-            num_steps = steps.sum(axis=1)
-            return _Length(
-                length=1 + float(total.sum(axis=0) @ np.arange(k + 1) / total.sum()),
-                shares=total.sum(axis=1) / total.sum(),
-                log_draws=np.log(1 + accepted / num_steps),
-                share_draws=steps / num_steps[:, None],
-                spread=student_spread(num_prompts, resamples, rng),
-                num_prompts=num_prompts,
-            )
-    full = np.eye(k + 1)[k]
-    length, low, high = source.imposed if source and source.imposed else (np.nan,) * 3
-    normal = generator(settings.seed, "imposed").standard_normal(resamples)
-    # A split normal in the log, so that the given bounds are its quantiles at the asked confidence.
-    edge = np.quantile(np.abs(normal), settings.confidence)
-    side = np.where(normal < 0, np.log(length / low), np.log(high / length))
-    log_draws = np.log(length) + normal / edge * side
-    return _Length(length, full, log_draws, np.tile(full, (resamples, 1)), np.ones(resamples), None)
+        return measured_length(source.histograms, settings.resamples, rng)
+    bounds = source.imposed if source is not None and source.imposed else (np.nan, np.nan, np.nan)
+    rng = generator(settings.seed, "imposed")
+    return imposed_length(*bounds, k, confidence=settings.confidence, resamples=settings.resamples, rng=rng)
 
 
 def _judge(
-    cost: StepCosts, source: Source | None, why: str | None, length: _Length, settings: _Settings
+    cost: StepCosts, source: Source | None, why: str | None, length: Length, settings: _Settings
 ) -> tuple[dict[str, Any], np.ndarray]:
     """One row of the cell table, and the resampled log speed-ups [resamples] (NaN where there is no interval)."""
     decode_backend, decode_ms = baseline_ms(cost, settings.baseline)
     ratios = paired_ratios(cost, decode_ms, length.shares)
+    found = speedup_of(ratios, length, generator(settings.seed, "rounds", *cost.key.values()))
+    same = paired_ratios(cost, baseline_ms(cost, "same")[1], length.shares)
     ceiling = cost.num_speculative_tokens + 1
-    reasons = [why] if why else []
-    if source is None:
-        reasons.append("relative_step_cost taken with k drafts in every step")
-    cell: dict[str, Any] = dict.fromkeys(CELL_COLUMNS[13:], np.nan) | cost.key
-    draws = np.full(settings.resamples, np.nan)
-    log_cost = np.log(float(np.median(ratios, axis=0) @ length.shares)) if len(ratios) else np.nan
-    log_length = np.log(length.length)
-    cost_draws, rounds_part, prompts_part = _deviations(cost, ratios, length, log_cost, settings)
-    if not len(ratios):
-        reasons.append(_no_ratio(cost, decode_backend, length.shares, settings.baseline))
-    elif len(ratios) < 2:
-        reasons.append("one round, so no interval")
-    elif (ratios == ratios[0]).all():
-        reasons.append("no spread between rounds; is the timer fine enough?")
-    if length.num_prompts is not None and length.num_prompts < 2:
-        reasons.append(f"{length.num_prompts} prompt(s), so no interval")
-    length_draws_ = log_length + length.spread * (length.log_draws - log_length)
-    draws = log_length - log_cost + prompts_part - rounds_part
-    low, high = np.exp(percentile_interval(draws, settings.confidence))
-    cost_low, cost_high = np.exp(percentile_interval(log_cost + cost_draws, settings.confidence))
-    length_low, length_high = np.exp(percentile_interval(length_draws_, settings.confidence))
-    verdict = _verdict(low, high, cost_low, ceiling)
-    if source is not None and source.borrowed_from and verdict in ("pays", "loses"):
-        reasons.append(f"would be {verdict!r}")
-        verdict = "undecided"
-    elif verdict == "undecided" and np.isfinite(low):
-        reasons.append("the interval includes 1")
-    cell |= {
+    low, high = np.exp(percentile_interval(found.draws, settings.confidence))
+    cost_low, cost_high = np.exp(percentile_interval(found.cost_draws, settings.confidence))
+    length_bounds = np.exp(percentile_interval(found.length_draws, settings.confidence))
+    verdict, remark = _verdict(low, high, cost_low, ceiling, borrowed=source is not None and bool(source.borrowed_from))
+    reasons = [why, *_remarks(cost, source, length, ratios, decode_backend, settings.baseline), remark]
+    reasons += [*(source.notes if source else ()), *cost.notes]
+    cell = cost.key | {
         "workload": source.workload if source else None,
         "temperature": source.temperature if source and source.temperature is not None else np.nan,
         "decode_backend": decode_backend,
-        "relative_step_cost": float(np.exp(log_cost)),
+        "relative_step_cost": np.exp(found.log_cost),
         "relative_step_cost_low": cost_low,
         "relative_step_cost_high": cost_high,
         "mean_acceptance_length": length.length,
-        "mean_acceptance_length_low": np.clip(length_low, 1, ceiling),
-        "mean_acceptance_length_high": np.clip(length_high, 1, ceiling),
-        "speedup": float(np.exp(log_length - log_cost)),
+        "mean_acceptance_length_low": np.clip(length_bounds[0], 1, ceiling),
+        "mean_acceptance_length_high": np.clip(length_bounds[1], 1, ceiling),
+        "speedup": np.exp(found.log_speedup),
         "speedup_low": low,
         "speedup_high": high,
-        "speedup_same_backend": _same_backend(cost, length),
+        "speedup_same_backend": length.length / relative_step_cost(same, length.shares),
         "verdict": verdict,
-        "origin": _joint_origin(cost, source),
+        "origin": source.origin if source is not None and source.origin != "measured" else cost.origin,
         "breakeven_ceiling": ceiling,
-        "num_rounds": len(ratios),
+        "num_rounds": found.num_rounds,
         "num_prompts": np.nan if length.num_prompts is None else length.num_prompts,
-        "reason": "; ".join([*reasons, *(source.notes if source else ()), *cost.notes]) or None,
+        "reason": "; ".join(reason for reason in reasons if reason) or None,
     }
-    return cell, draws
+    return cell, found.draws
 
 
-def _deviations(
-    cost: StepCosts, ratios: np.ndarray, length: _Length, log_cost: float, settings: _Settings
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Spread log deviations [resamples] of relative_step_cost, and the rounds' and prompts' parts of the speed-up's.
+def _remarks(
+    cost: StepCosts,
+    source: Source | None,
+    length: Length,
+    ratios: np.ndarray,
+    decode_backend: str | None,
+    baseline: str,
+) -> list[str]:
+    """Why there is no estimate or no interval, and what else the numbers rest on."""
+    remarks = []
+    if source is None:
+        remarks.append("relative_step_cost taken with k drafts in every step")
+    elif source.histograms is not None and not len(source.histograms):
+        remarks.append("no prompt has a complete verify step")
+    if not len(ratios):
+        remarks.append(_no_ratio(cost, decode_backend, length.shares, baseline))
+    elif len(ratios) < 2:
+        remarks.append("one round, so no interval")
+    elif (ratios == ratios[0]).all():
+        remarks.append("no spread between rounds; is the timer fine enough?")
+    if length.num_prompts == 1:
+        remarks.append("one prompt, so no interval")
+    return remarks
 
-    Draft-length shares and acceptance come from the same draw of prompts: texts with long drafts are also those that
-    keep them, and the two partly cancel in the speed-up.
-    """
-    if len(ratios) < 2:
-        return (np.full(settings.resamples, np.nan),) * 3
-    rng = generator(settings.seed, "rounds", *cost.key.values())
-    medians = np.median(ratios, axis=0)
-    resampled = resampled_medians(ratios, settings.resamples, rng)
-    spread = student_spread(len(ratios), settings.resamples, rng, of_medians=True)
-    rounds = spread * (np.log(resampled @ length.shares) - log_cost)
-    by_shares = np.log(length.share_draws @ medians) - log_cost
-    prompts = length.spread * (length.log_draws - np.log(length.length) - by_shares)
-    # One prompt says nothing about the spread of draft lengths, unless every step drafts alike.
-    shares_part = np.zeros(len(spread)) if (length.shares == 1).any() else length.spread * by_shares
-    return rounds + shares_part, rounds, prompts
 
-
-def _verdict(low: float, high: float, cost_low: float, ceiling: int) -> str:
+def _verdict(low: float, high: float, cost_low: float, ceiling: int, *, borrowed: bool) -> tuple[str, str | None]:
+    """The verdict, and what must be said with it."""
     if cost_low > ceiling:
-        return "cannot_pay"
-    if low > 1:
-        return "pays"
-    return "loses" if high < 1 else "undecided"
-
-
-def _same_backend(cost: StepCosts, length: _Length) -> float:
-    _, decode_ms = baseline_ms(cost, "same")
-    ratios = paired_ratios(cost, decode_ms, length.shares)
-    return float(length.length / (np.median(ratios, axis=0) @ length.shares)) if len(ratios) else np.nan
+        return "cannot_pay", None
+    verdict = "pays" if low > 1 else "loses" if high < 1 else "undecided"
+    if borrowed and verdict != "undecided":
+        return "undecided", f"would be {verdict!r}"
+    return verdict, "the interval includes 1" if verdict == "undecided" and np.isfinite(low) else None
 
 
 def _no_ratio(cost: StepCosts, decode_backend: str | None, shares: np.ndarray, baseline: str) -> str:
@@ -330,10 +274,6 @@ def _no_ratio(cost: StepCosts, decode_backend: str | None, shares: np.ndarray, b
         used = ", ".join(f"{j} ({shares[j]:.1%} of steps)" for j in missing)
         return f"no cost was measured for steps with this many drafts: {used}"
     return "no round holds the baseline and every draft length"
-
-
-def _joint_origin(cost: StepCosts, source: Source | None) -> str:
-    return source.origin if source is not None and source.origin != "measured" else cost.origin
 
 
 def _curves(cells: pd.DataFrame, draws: list[np.ndarray], confidence: float) -> list[dict[str, Any]]:
@@ -360,7 +300,7 @@ def _curves(cells: pd.DataFrame, draws: list[np.ndarray], confidence: float) -> 
     return curves
 
 
-def _plain(record: dict[str, Any]) -> dict[str, Any]:
+def _plain(record: Mapping[Any, Any]) -> dict[str, Any]:
     """Numpy scalars to Python's, NaN and infinities to None."""
     plain = {}
     for name, value in record.items():

@@ -141,8 +141,7 @@ def _histograms(rows: _Rows) -> _Broken:
     k, steps = rows.numbers("num_speculative_tokens"), rows.numbers("num_verify_steps")
     truncated = rows.numbers("num_truncated_steps")
     totals = {
-        field: rows.numbers(field)
-        for field in ("num_drafted_tokens", "num_accepted_tokens", "num_drafted_steps")
+        field: rows.numbers(field) for field in ("num_drafted_tokens", "num_accepted_tokens", "num_drafted_steps")
     }
     for index, counts in enumerate(rows.table[name].to_pylist()):
         if counts is None:
@@ -177,12 +176,7 @@ def _times(rows: _Rows) -> _Broken:
     moved = rows.numbers("gb_per_s") * rows.numbers("attention_ms") * 1e6
     kv_bytes = rows.numbers("kv_bytes_read")
     item = np.array([_DTYPE_BYTES.get(name or "", 1) for name in rows.texts("q_dtype")])
-    size = (
-        rows.numbers("batch_size")
-        * rows.numbers("q_len")
-        * rows.numbers("num_qo_heads")
-        * rows.numbers("head_dim")
-    )
+    size = rows.numbers("batch_size") * rows.numbers("q_len") * rows.numbers("num_qo_heads") * rows.numbers("head_dim")
     off = (moved < 0.95 * kv_bytes) | (moved > 1.05 * (kv_bytes + 3 * size * item))
     yield "gb_per_s", off, "is not the unique bytes over attention_ms"
 
@@ -222,9 +216,7 @@ def check_table(table: pa.Table, experiment: str) -> list[Finding]:
     return findings
 
 
-def _against_sidecar(
-    path: Path, table: pa.Table, sidecar: dict[str, object]
-) -> Iterator[tuple[int | None, str, str]]:
+def _against_sidecar(path: Path, table: pa.Table, sidecar: dict[str, object]) -> Iterator[tuple[int | None, str, str]]:
     if file_digest(path) != sidecar["sha256"]:
         yield None, "sha256", "the file is not the one the sidecar was written for"
     if sidecar.get("num_rows") != table.num_rows:

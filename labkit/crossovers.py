@@ -38,7 +38,7 @@ def crossovers(
     """
     position = np.log2(np.maximum(context_lens, 1))
     draws = draws[np.isfinite(draws[:, np.isfinite(log_speedup)]).all(axis=1)]
-    found = []
+    found: list[tuple[float, dict[str, float | str | None]]] = []
     for falling in (True, False):
         estimates = _crossings(position, log_speedup, falling)
         in_draws = _crossings(position, draws, falling)
@@ -48,15 +48,14 @@ def crossovers(
             pays_after = draws[:, index + 1] > 0
             beyond = np.where(pays_after == falling, np.inf, -np.inf)
             nearest = np.where(np.isnan(nearest), beyond, nearest)
-            found.append(
-                {
-                    "context_len": float(2 ** estimates[index]),
-                    "low": _bound(nearest, (1 - confidence) / 2, "lower"),
-                    "high": _bound(nearest, (1 + confidence) / 2, "higher"),
-                    "direction": "pays below" if falling else "pays above",
-                }
-            )
-    return sorted(found, key=lambda crossing: crossing["context_len"])
+            crossing: dict[str, float | str | None] = {
+                "context_len": float(2 ** estimates[index]),
+                "low": _bound(nearest, (1 - confidence) / 2, "lower"),
+                "high": _bound(nearest, (1 + confidence) / 2, "higher"),
+                "direction": "pays below" if falling else "pays above",
+            }
+            found.append((estimates[index], crossing))
+    return [crossing for _, crossing in sorted(found, key=lambda item: item[0])]
 
 
 def _bound(positions: np.ndarray, share: float, method: str) -> float | None:

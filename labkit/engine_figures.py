@@ -50,7 +50,7 @@ def accepted_per_step(requests: Requests) -> float:
 
 
 def length_over_drafted_steps(requests: Requests) -> float:
-    """1 + A/S1, pooled, bonus counted; steps without a draft are left out, so it exceeds our length if there are any."""
+    """1 + A/S1, pooled, bonus counted; steps without a draft are left out, so it exceeds our length where any are."""
     return 1 + accepted_per_drafted_step(requests)
 
 

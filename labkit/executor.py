@@ -19,9 +19,7 @@ from labkit.worker import measure_group, measure_point, resolve
 START_TIMEOUT_S = 600.0  # importing torch on a cold network disk
 
 Point = dict[str, Any]
-Outcome = dict[
-    str, Any
-]  # status, samples, fields, reason, detail, bad_input: see `labkit.worker.measure_point`
+Outcome = dict[str, Any]  # status, samples, fields, reason, detail, bad_input: see `labkit.worker.measure_point`
 
 Batch = list[tuple[str, Point]]  # keys and points measured in one call: one point, or a whole group
 
@@ -47,9 +45,7 @@ def function_name(measure: str | Callable[..., Any]) -> str:
         return measure
     module, name = measure.__module__, measure.__qualname__
     if module == "__main__" or "<" in name or "." in name:
-        raise InputError(
-            f"measure: wanted a function of an importable module, got {module}:{name}; or worker=False"
-        )
+        raise InputError(f"measure: wanted a function of an importable module, got {module}:{name}; or worker=False")
     return f"{module}:{name}"
 
 
@@ -113,9 +109,7 @@ class WorkerProcess:
         outcome = self._ask(process, {"function": self._measure}, START_TIMEOUT_S)
         if outcome["status"] != "ok":
             detail = outcome.get("detail", "").strip().splitlines()
-            raise InputError(
-                f"measure: cannot import {self._measure}: {detail[-1] if detail else outcome['reason']}"
-            )
+            raise InputError(f"measure: cannot import {self._measure}: {detail[-1] if detail else outcome['reason']}")
         return process
 
     def _ask(self, process: subprocess.Popen[bytes], request: dict[str, Any], timeout_s: float) -> Outcome:
@@ -153,17 +147,11 @@ class WorkerProcess:
 
     def _died(self, process: subprocess.Popen[bytes]) -> Outcome:
         try:
-            code = process.wait(
-                timeout=10
-            )  # its pipe closes before it is dead, and a kill would hide the true signal
+            code = process.wait(timeout=10)  # its pipe closes before it is dead, and a kill would hide the true signal
         except subprocess.TimeoutExpired:
             code = -signal.SIGKILL
         self.close()
-        reason = (
-            f"worker exited with code {code}"
-            if code >= 0
-            else f"worker killed by {signal.Signals(-code).name}"
-        )
+        reason = f"worker exited with code {code}" if code >= 0 else f"worker killed by {signal.Signals(-code).name}"
         if code == -signal.SIGKILL:
             reason += " (the kernel does so when memory runs out)"
         return {"status": "crashed", "reason": reason, "detail": self._printed()}

@@ -12,8 +12,8 @@ import numpy as np
 
 
 def generator(seed: int, *key: object) -> np.random.Generator:
-    """A generator that depends on `seed` and `key` alone, so a cell's interval is the same whatever else is in the table."""
-    return np.random.default_rng([seed, zlib.crc32(repr(key).encode())])
+    """A generator set by `seed` and `key` alone, so that a cell has the same interval whatever else is in the table."""
+    return np.random.default_rng([seed, zlib.crc32("|".join(map(str, key)).encode())])
 
 
 def resampled_weights(num_units: int, resamples: int, rng: np.random.Generator) -> np.ndarray:
@@ -22,7 +22,7 @@ def resampled_weights(num_units: int, resamples: int, rng: np.random.Generator) 
 
 
 def resampled_medians(values: np.ndarray, resamples: int, rng: np.random.Generator) -> np.ndarray:
-    """Column medians of resampled rows: [num_units, num_columns] -> [resamples, num_columns]; the columns stay paired."""
+    """Column medians of resampled rows, [num_units, num_columns] -> [resamples, num_columns]; columns stay paired."""
     rows = rng.integers(0, len(values), size=(resamples, len(values)))
     return np.median(values[rows], axis=1)
 

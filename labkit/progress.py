@@ -41,11 +41,7 @@ class _PlainLines:
     def _print(self, now: float) -> None:
         elapsed = now - self.started
         fresh = self.done - self.initial
-        eta = (
-            f" eta {elapsed / fresh * (self.total - self.done):.0f}s"
-            if fresh and self.done < self.total
-            else ""
-        )
+        eta = f" eta {elapsed / fresh * (self.total - self.done):.0f}s" if fresh and self.done < self.total else ""
         say(f"{self.label} {self.done}/{self.total} {elapsed:.0f}s{eta}")
 
     def close(self) -> None:

@@ -204,9 +204,7 @@ def collect(device: str = "cpu", *, num_threads: int | None = None) -> dict[str,
         number.
     """
     facts = _device_facts(device)
-    threads = (
-        num_threads or int(os.environ.get("OMP_NUM_THREADS") or 0) or facts.get("num_cores") or os.cpu_count()
-    )
+    threads = num_threads or int(os.environ.get("OMP_NUM_THREADS") or 0) or facts.get("num_cores") or os.cpu_count()
     return {
         "device": facts,
         "num_threads": threads,

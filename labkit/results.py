@@ -172,17 +172,13 @@ def read_sidecar(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, InputError):
             raise
-        raise InputError(
-            f"{path}: wanted a JSON sidecar, got {str(error) or type(error).__name__}"
-        ) from error
+        raise InputError(f"{path}: wanted a JSON sidecar, got {str(error) or type(error).__name__}") from error
     if not isinstance(content, dict):
         raise InputError(f"{path}: wanted a JSON object, got {type(content).__name__}")
     version = content.get("schema_version")
     if version != SCHEMA_VERSION:
         raise InputError(f"{path}: schema version {version!r}, wanted {SCHEMA_VERSION}")
-    absent = [
-        name for name in ("run_id", "experiment", "gpu", "sha256") if not isinstance(content.get(name), str)
-    ]
+    absent = [name for name in ("run_id", "experiment", "gpu", "sha256") if not isinstance(content.get(name), str)]
     if absent:
         raise InputError(f"{path}: {', '.join(absent)} missing; wanted a run's sidecar")
     return content
@@ -200,9 +196,7 @@ def read_table(path: Path) -> pa.Table:
         with pq.ParquetFile(path) as file:
             groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
             if file.metadata.num_rows > MAX_ROWS or sum(g.total_byte_size for g in groups) > MAX_TABLE_BYTES:
-                raise InputError(
-                    f"{path}: {file.metadata.num_rows} rows; wanted at most {MAX_ROWS} rows and 4 GiB"
-                )
+                raise InputError(f"{path}: {file.metadata.num_rows} rows; wanted at most {MAX_ROWS} rows and 4 GiB")
             return file.read()
     except FileNotFoundError:
         raise InputError(f"{path}: missing; wanted a run file") from None
@@ -290,9 +284,7 @@ def _checked_rows(run: StoredRun, experiment: str) -> pa.Table:
     if not run.path.exists():
         raise InputError(f"{run.path}: missing; its sidecar is there, wanted both")
     if file_digest(run.path) != run.sidecar["sha256"]:
-        raise InputError(
-            f"{run.path}: does not match the sha256 in its sidecar; wanted the file that was measured"
-        )
+        raise InputError(f"{run.path}: does not match the sha256 in its sidecar; wanted the file that was measured")
     table = read_table(run.path).replace_schema_metadata(None)
     for field in arrow_schema(experiment):
         got = table.schema.field(field.name).type if field.name in table.schema.names else "nothing"

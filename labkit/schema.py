@@ -78,9 +78,7 @@ _CONTEXT_LEN = _real(
 )
 _TARGET = _text("target", "the model that verifies")
 _DRAFTER = _text("drafter", "who proposes the draft tokens; null without one", nullable=True)
-_K = _count(
-    "num_speculative_tokens", "tokens", "drafts asked for per verify step, the root not counted (k)", True
-)
+_K = _count("num_speculative_tokens", "tokens", "drafts asked for per verify step, the root not counted (k)", True)
 _LINEAR_BACKEND = _text("linear_backend", "what runs the linear layers", nullable=True)
 _WEIGHT_DTYPE = _text("weight_dtype", "dtype of the target's weights")
 _KV_DTYPE = _text("kv_dtype", "dtype of the KV cache")
@@ -89,9 +87,7 @@ _WORKLOAD = _text("workload", "the kind of text", nullable=True)
 _PROMPT_ID = _text("prompt_id", "the prompt in its workload", nullable=True)
 _GAP_MS = _real("gap_ms", "ms", "wall time of the step minus its timed parts, of one clock pair", True)
 _DRAFTED = _count("num_drafted_tokens", "tokens", "draft tokens proposed (D)")
-_ACCEPTED = _count(
-    "num_accepted_tokens", "tokens", "draft tokens kept before the first rejection, no bonus (A)"
-)
+_ACCEPTED = _count("num_accepted_tokens", "tokens", "draft tokens kept before the first rejection, no bonus (A)")
 
 _ATTENTION = (
     _text("backend", "who computes the attention"),
@@ -111,9 +107,7 @@ _ATTENTION = (
     _text("page_order", "where the pages of a request lie", ("sequential", "permuted")),
     _text("q_dtype", "dtype of queries and output"),
     _KV_DTYPE,
-    _text(
-        "mask", "the mask; causal is lower-right aligned", ("causal", "window", "tree", "none"), nullable=True
-    ),
+    _text("mask", "the mask; causal is lower-right aligned", ("causal", "window", "tree", "none"), nullable=True),
     _count("window", "tokens", "sliding window; null: none", nullable=True),
     _count("shared_prefix_len", "tokens", "context that all requests share; null: none", nullable=True),
     _LAUNCH_MODE,
@@ -178,9 +172,7 @@ _ACCEPTANCE = (
     _count("seed", "", "of the sampling"),
     _count("context_len_low", "tokens", "lower limit of the context band, included"),
     _count("context_len_high", "tokens", "upper limit of the context band, excluded"),
-    _count(
-        "num_verify_steps", "steps", "target passes, those without a draft included, the prefill token not"
-    ),
+    _count("num_verify_steps", "steps", "target passes, those without a draft included, the prefill token not"),
     _count(
         "num_truncated_steps",
         "steps",
@@ -202,9 +194,7 @@ _ACCEPTANCE = (
     _WEIGHT_DTYPE,
     _KV_DTYPE,
     _text("verify_backend", "attention of the verify step"),
-    _real(
-        "repeated_ngram_share", "share", "share of the output's n-grams that occurred before", nullable=True
-    ),
+    _real("repeated_ngram_share", "share", "share of the output's n-grams that occurred before", nullable=True),
 )
 
 _LOOP = (

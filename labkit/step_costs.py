@@ -27,6 +27,8 @@ CELL_KEY = (
 PAIR = ["run_id", "group", "round"]
 # Both arms of a group must agree in these, or its ratio would compare two different things.
 SHARED = ("gpu", "target", "batch_size", "context_len", "weight_dtype", "kv_dtype", "linear_backend")
+# Columns that rarely vary and are looked at cell by cell when they do.
+MIXED = ("linear_backend", "launch_mode", "quality")
 NEEDED = (
     *PAIR,
     "arm",
@@ -78,28 +80,33 @@ def step_costs(cost_rows: pd.DataFrame) -> list[StepCosts]:
     rows = rows.assign(**{name: None for name in CELL_KEY if name not in rows})
     _check(rows)
     plain = rows[rows["arm"] == "plain"]
-    speculative = rows[rows["arm"] == "speculative"].astype({"num_speculative_tokens": int, "context_len": int})
+    speculative = rows[rows["arm"] == "speculative"].astype({"num_speculative_tokens": int})
     decode_ms = plain.groupby([*PAIR, "decode_backend"])["step_ms"].median().unstack("decode_backend")
     cells = speculative.groupby(list(CELL_KEY), dropna=False, sort=True)
     cell_ids = cells.ngroup()
     by_length = [cell_ids.rename("cell"), *(speculative[name] for name in (*PAIR, "num_drafted_tokens"))]
     step_ms = speculative["step_ms"].groupby(by_length).median().unstack("num_drafted_tokens")
+    varied = [name for name in MIXED if len(set(rows.get(name, pd.Series(dtype=object)))) > 1]
     costs = []
     for cell_id, (values, group) in enumerate(cells):
-        key = {name: None if is_missing(value) else value for name, value in zip(CELL_KEY, values, strict=True)}
-        steps = step_ms.loc[cell_id].reindex(columns=range(int(key["num_speculative_tokens"]) + 1))
+        key = {name: _key_value(value) for name, value in zip(CELL_KEY, values, strict=True)}
+        steps = step_ms.loc[[cell_id]].droplevel("cell").reindex(columns=list(range(key["num_speculative_tokens"] + 1)))
         decode = decode_ms.reindex(steps.index).dropna(axis="columns", how="all")
-        in_group = pd.MultiIndex.from_frame(plain[PAIR[:2]]).isin(pd.MultiIndex.from_frame(group[PAIR[:2]]))
         costs.append(
             StepCosts(
                 key=key,
                 step_ms=steps.to_numpy(float),
-                decode_ms={str(name): decode[name].to_numpy(float) for name in sorted(decode)},
+                decode_ms={str(name): decode[name].to_numpy(float) for name in decode},
                 origin=_origin(group, key),
-                notes=_notes(group, plain[in_group], key),
+                notes=_notes(group, plain, key) if varied else (),
             )
         )
     return costs
+
+
+def _key_value(value: Any) -> Any:
+    # Stored contexts are means over the requests and come as floats; whole ones print and compare as integers.
+    return None if is_missing(value) else int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _check(rows: pd.DataFrame) -> None:
@@ -136,13 +143,15 @@ def _origin(group: pd.DataFrame, key: dict[str, Any]) -> str:
 
 def _notes(speculative: pd.DataFrame, plain: pd.DataFrame, key: dict[str, Any]) -> tuple[str, ...]:
     where = f"cost rows of {_name(key)}"
-    single_value(pd.concat([speculative, plain]), "linear_backend", where)
+    groups = pd.MultiIndex.from_frame(speculative[PAIR[:2]])
+    plain = plain[pd.MultiIndex.from_frame(plain[PAIR[:2]]).isin(groups)]
+    both = pd.concat([speculative, plain])
+    single_value(both, "linear_backend", where)
     modes = [single_value(arm, "launch_mode", where) for arm in (speculative, plain) if len(arm)]
     notes = [f"launch_mode: speculative {modes[0]}, plain {modes[1]}"] if len(set(modes)) > 1 else []
-    for quality in distinct(pd.concat([speculative, plain]), "quality"):
-        if quality != "ok":
-            count = sum(int((arm["quality"] == quality).sum()) for arm in (speculative, plain))
-            notes.append(f"{count} samples with quality {quality!r}")
+    if "quality" in both:
+        doubtful = both["quality"][both["quality"].notna() & (both["quality"] != "ok")]
+        notes += [f"{count} samples with quality {name!r}" for name, count in doubtful.value_counts().items()]
     return tuple(notes)
 
 

@@ -70,9 +70,7 @@ def grid(**axes: Any) -> list[Point]:
     for name, options in values.items():
         if not options:
             raise InputError(f"{name}: wanted at least one value, got none")
-    return [
-        dict(zip(values, combination, strict=True)) for combination in itertools.product(*values.values())
-    ]
+    return [dict(zip(values, combination, strict=True)) for combination in itertools.product(*values.values())]
 
 
 def point_key(point: Point, backend_digest: str = "") -> str:
@@ -81,18 +79,14 @@ def point_key(point: Point, backend_digest: str = "") -> str:
     return ",".join(parts) + (f"@{backend_digest}" if backend_digest else "")
 
 
-def _keyed(
-    points: Iterable[Point], seed: int, backend_digest: str | Callable[[Point], str]
-) -> dict[str, Point]:
+def _keyed(points: Iterable[Point], seed: int, backend_digest: str | Callable[[Point], str]) -> dict[str, Point]:
     """point_key -> point, with the seed in it, as JSON gives it back: lists, no tuples."""
     keyed: dict[str, Point] = {}
     for given in points:
         try:
             point = json.loads(_ENCODER.encode({"seed": seed, **given}))
         except (TypeError, ValueError) as error:
-            raise InputError(
-                f"points: wanted numbers, texts, lists and null, got {given!r}: {error}"
-            ) from error
+            raise InputError(f"points: wanted numbers, texts, lists and null, got {given!r}: {error}") from error
         taken = [name for name in RESERVED if name in point]
         if taken:
             raise InputError(f"points: {', '.join(taken)} cannot be an axis; the sweep fills it in")
@@ -380,7 +374,5 @@ def run_sweep(
             compact(journal)
         num_left = sum(key not in journal.attempts for key in keyed)
         if budget.stopped:
-            say(
-                f"{run}: budget of {budget_s:g} s, {num_left} of {len(keyed)} points left; run again to go on"
-            )
+            say(f"{run}: budget of {budget_s:g} s, {num_left} of {len(keyed)} points left; run again to go on")
         return RunResult(journal.header["run_id"], path, counts_by_status(journal), num_measured, num_left)

@@ -215,9 +215,7 @@ class Clock(Protocol):
 def _step_times(parts_ms: dict[str, float], step_ms: float, resolution_ms: float) -> StepTimes:
     gap_ms = step_ms - sum(parts_ms.values())
     if gap_ms < -resolution_ms:
-        raise RuntimeError(
-            f"clock: the parts of a step exceed its wall time of {step_ms:.6f} ms by {-gap_ms:.6f} ms"
-        )
+        raise RuntimeError(f"clock: the parts of a step exceed its wall time of {step_ms:.6f} ms by {-gap_ms:.6f} ms")
     times: StepTimes = {f"{part}_ms": parts_ms.get(part) for part in PARTS}
     return {**times, "gap_ms": max(gap_ms, 0.0), "step_ms": step_ms}
 

@@ -58,9 +58,7 @@ _FAULTS = {
     "unavailable": lambda: _raise(BackendUnavailable("flashinfer", "no GPU")),
     "memory": lambda: _raise(MemoryError()),
     "torch_oom": _out_of_memory,
-    "cpu_oom": lambda: _raise(
-        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 1 TB")
-    ),
+    "cpu_oom": lambda: _raise(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 1 TB")),
     "wrong": lambda: _raise(WrongResult("row 3 differs")),
     "error": lambda: _raise(KeyError("no such layer")),
     "home": lambda: _raise(OSError(f"cannot read {os.path.expanduser('~')}/models/x, token=abc123")),

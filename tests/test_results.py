@@ -64,14 +64,10 @@ def table(experiment: str, content: list[dict]) -> pa.Table:
     return build_table(experiment, {name: [r[name] for r in content] for name in content[0]})
 
 
-def write(
-    folder: Path, experiment: str = "loop", run_id: str = RUN_ID, gpu: str = "nvidia-h200", content=None
-) -> Path:
+def write(folder: Path, experiment: str = "loop", run_id: str = RUN_ID, gpu: str = "nvidia-h200", content=None) -> Path:
     content = content or rows(experiment, run_id=run_id, gpu=gpu)
     path = run_folder(folder, experiment, gpu) / f"{run_id}.parquet"
-    return write_run(
-        path, [table(experiment, content)], {"run_id": run_id, "experiment": experiment, "gpu": gpu}
-    )
+    return write_run(path, [table(experiment, content)], {"run_id": run_id, "experiment": experiment, "gpu": gpu})
 
 
 # ----- the schema
@@ -126,9 +122,7 @@ def test_values_are_neither_rounded_nor_parsed(name, values):
 
 
 def test_numpy_values_and_nulls_fit():
-    found = build_table(
-        "loop", {"q_len": [np.int32(4), None], "step_ms": [np.float32(0.5), 2], "target": [None, "x"]}
-    )
+    found = build_table("loop", {"q_len": [np.int32(4), None], "step_ms": [np.float32(0.5), 2], "target": [None, "x"]})
     assert found["q_len"].to_pylist() == [4, None]
     assert found["step_ms"].to_pylist() == [0.5, 2.0]
     with pytest.raises(InputError, match="unknown column step_s"):

@@ -166,9 +166,7 @@ def test_worker_survives_crashes_and_hangs(go):
     assert pids[6] == pids[7]  # and kept otherwise
     assert not any(Path(f"/proc/{pid}").exists() for pid in (pids[0], pids[4], pids[6]))
     attempts = [json.loads(line) for line in result.path.with_suffix(".jsonl").read_text().splitlines()]
-    assert "Segmentation fault" in next(
-        a["detail"] for a in attempts if a.get("reason", "").endswith("SIGSEGV")
-    )
+    assert "Segmentation fault" in next(a["detail"] for a in attempts if a.get("reason", "").endswith("SIGSEGV"))
 
 
 def test_noise_on_standard_output_does_not_reach_the_pipe(go):
@@ -283,9 +281,7 @@ def test_unknown_experiment_and_unwritable_folder(tmp_path):
         run_sweep(contexts(0), sweep_points.measure, experiment="latency", out_dir=tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot write"):
-        run_sweep(
-            contexts(0), sweep_points.measure, experiment="loop", out_dir=tmp_path / "file", worker=False
-        )
+        run_sweep(contexts(0), sweep_points.measure, experiment="loop", out_dir=tmp_path / "file", worker=False)
 
 
 def test_second_sweep_on_a_run_is_refused(go):
@@ -372,9 +368,7 @@ def test_many_points_plan_resume_and_compact_quickly(go):
 
 
 def test_sweep_needs_no_torch():
-    code = (
-        "import labkit.sweep, sys; sys.exit(any(m.split('.')[0] in ('torch', 'triton') for m in sys.modules))"
-    )
+    code = "import labkit.sweep, sys; sys.exit(any(m.split('.')[0] in ('torch', 'triton') for m in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent).returncode == 0
 
 

@@ -106,14 +106,14 @@ def shape_of(point: dict[str, Any]) -> AttentionShape:
 
 
 def measure(cell: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception]:
-    """Check each backend of a cell against the oracle at its shape, then time the right ones in turn."""
+    """Check each backend of a cell against the oracle on these inputs, then time the right ones in turn."""
     import torch
 
-    from labkit.attention.api import PreparedAttention, prepare
-    from labkit.attention.inputs import make_inputs, verify_backend
+    from labkit.attention.api import AttentionSpec, PreparedAttention, prepare
+    from labkit.attention.inputs import check, make_inputs
     from labkit.timing import sample_rounds
 
-    first, shape, device = cell[0], shape_of(cell[0]), common.device()
+    first, shape, device, spec = cell[0], shape_of(cell[0]), common.device(), AttentionSpec()
     common.load_backends(first)
     generator = torch.Generator().manual_seed(first["seed"])
     q, cache = make_inputs(shape, generator=generator, device=device, page_order=first["page_order"])
@@ -122,10 +122,10 @@ def measure(cell: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception
     facts: dict[str, dict[str, Any]] = {}
     for index, point in enumerate(cell):
         try:
-            error = verify_backend(point["backend"], shape, device=device, seed=first["seed"])
             begin = time.perf_counter()
-            call = prepare(q, cache, backend=point["backend"])
-            facts[str(index)] = _facts(shape, call, error, (time.perf_counter() - begin) * 1e3)
+            call = prepare(q, cache, backend=point["backend"], spec=spec)
+            plan_ms = (time.perf_counter() - begin) * 1e3
+            facts[str(index)] = _facts(shape, call, check(call, cache, spec), plan_ms)
             calls[str(index)] = call
         except Exception as error:  # handed to the sweep, which stores it as this backend's status
             results[index] = error

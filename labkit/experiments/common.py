@@ -99,7 +99,12 @@ _MEASURING = ("speculation.py", "timing.py", "kv_cache.py", "models", "drafting"
 
 
 def sweep(
-    experiment: str, points: list[dict[str, Any]], *, out_dir: Path | None, backend_file: Path | None = None, **options: Any
+    experiment: str,
+    points: list[dict[str, Any]],
+    *,
+    out_dir: Path | None,
+    backend_file: Path | None = None,
+    **options: Any,
 ) -> RunResult:
     """`run_sweep` of an experiment of this package into ``out_dir`` (``data/runs`` when None), device calibrated first.
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from labkit.attention.api import prepare
 from labkit.errors import InputError
 from labkit.kv_cache import PagedKVCache
-from labkit.models.linear import Linear, make_linear
+from labkit.models.linear import Linear, activation_dtype, make_linear, resolve_linear_backend
+from labkit.models.norm import RMSNorm
 from labkit.shapes import ModelShape
 
 # Name and shape of a tensor in the layout of Hugging Face checkpoints -> its values, on any device, in any dtype.
@@ -34,11 +35,11 @@ class RopeScaling:
 
 
 class _Layer(NamedTuple):
-    attention_norm: Tensor
+    attention_norm: RMSNorm
     qkv: Linear
-    qk_norm: Tensor | None
+    qk_norm: RMSNorm | None
     attention_out: Linear
-    mlp_norm: Tensor
+    mlp_norm: RMSNorm
     gate_up: Linear
     down: Linear
 
@@ -62,7 +63,7 @@ class Decoder:
     name, shape, dtype, device
         `dtype` is the name of the weights' dtype, which is also that of the caches it makes.
     linear_backend
-        How the linear layers run.
+        How the linear layers run: one of `labkit.models.linear.LINEAR_BACKENDS`.
     """
 
     def __init__(
@@ -74,27 +75,35 @@ class Decoder:
         dtype: str,
         device: str | torch.device,
         rope_scaling: RopeScaling | None = None,
+        linear_backend: str = "auto",
     ):
         self.name, self.shape, self.dtype, self.device = name, shape, dtype, torch.device(device)
-        self.linear_backend = "torch.linear"
         self._torch_dtype: torch.dtype = getattr(torch, dtype)
         self._num_qk_heads = shape.num_qo_heads + shape.num_kv_heads
         with torch.inference_mode():
+            self.linear_backend = resolve_linear_backend(linear_backend, shape, dtype, self.device.type)
+            self._activation_dtype = activation_dtype(self.linear_backend, dtype)
             self._rope = self._rope_table(rope_scaling)
             table_shape = (shape.vocab_size, shape.hidden_size)
             self._embedding = self._load(source("model.embed_tokens.weight", table_shape))
             self._layers = [self._build_layer(source, f"model.layers.{i}.") for i in range(shape.num_layers)]
-            self._final_norm = self._load(source("model.norm.weight", (shape.hidden_size,)))
+            self._final_norm = self._norm(self._load(source("model.norm.weight", (shape.hidden_size,))))
             head = self._embedding
             if not shape.tied_embeddings:
                 head = self._load(source("lm_head.weight", table_shape))
-            self._head = make_linear(head, None)
+            self._head = self._linear(head, None)
 
     def _load(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, self._torch_dtype)
 
+    def _norm(self, weight: Tensor) -> RMSNorm:
+        return RMSNorm(weight.to(self._activation_dtype), self.shape.rms_norm_eps)
+
+    def _linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        return make_linear(weight, bias, self.linear_backend)
+
     def _rope_table(self, scaling: RopeScaling | None) -> Tensor:
-        """complex64 ``[max_context_len, head_dim / 2]``; from float64, as float32 angles are coarse at long contexts."""
+        """complex64 ``[max_context_len, head_dim / 2]``; from float64: float32 angles are coarse at long contexts."""
         steps = torch.arange(0, self.shape.head_dim, 2, dtype=torch.float64)
         frequencies = self.shape.rope_theta ** (-steps / self.shape.head_dim)
         if scaling is not None:
@@ -121,16 +130,16 @@ class Decoder:
         if shape.qk_norm:
             heads = {"q": shape.num_qo_heads, "k": shape.num_kv_heads}
             norms = {x: paired(x, get(f"self_attn.{x}_norm.weight", shape.head_dim)) for x in heads}
-            qk_norm = torch.cat([norms[x].expand(count, -1) for x, count in heads.items()])
+            qk_norm = self._norm(torch.cat([norms[x].expand(count, -1) for x, count in heads.items()]))
         gate_up = [get(f"mlp.{x}_proj.weight", mlp, hidden) for x in ("gate", "up")]
         return _Layer(
-            attention_norm=get("input_layernorm.weight", hidden),
-            qkv=make_linear(torch.cat(weights), bias),
+            attention_norm=self._norm(get("input_layernorm.weight", hidden)),
+            qkv=self._linear(torch.cat(weights), bias),
             qk_norm=qk_norm,
-            attention_out=make_linear(get("self_attn.o_proj.weight", hidden, q_width), None),
-            mlp_norm=get("post_attention_layernorm.weight", hidden),
-            gate_up=make_linear(torch.cat(gate_up), None),
-            down=make_linear(get("mlp.down_proj.weight", hidden, mlp), None),
+            attention_out=self._linear(get("self_attn.o_proj.weight", hidden, q_width), None),
+            mlp_norm=self._norm(get("post_attention_layernorm.weight", hidden)),
+            gate_up=self._linear(torch.cat(gate_up), None),
+            down=self._linear(get("mlp.down_proj.weight", hidden, mlp), None),
         )
 
     def new_cache(
@@ -170,7 +179,6 @@ class Decoder:
         kv_bytes = sum(context_lens) * self.shape.kv_bytes_per_token(self.dtype)
         return self.shape.weight_bytes_read(self.dtype) + kv_bytes
 
-    @torch.inference_mode()
     def forward(
         self,
         token_ids: Tensor,
@@ -202,14 +210,20 @@ class Decoder:
         Raises
         ------
         ValueError
-            `token_ids` or `logits` is none of these, or the tokens reach beyond the model's or the cache's context.
+            `token_ids`, `logits` or `taps` is none of these, or the tokens reach beyond the model's or the cache's context.
         """
         if logits not in ("all", "last"):
             raise ValueError(f"logits must be 'all' or 'last', got {logits!r}")
-        hidden = self._trunk(token_ids, cache, backend, taps)
-        return self._logits(hidden if logits == "all" else hidden[:, -1:])
+        if taps and not taps.keys() <= set(range(self.shape.num_layers)):
+            raise ValueError(f"taps must be layers in 0..{self.shape.num_layers - 1}, got {sorted(taps)}")
+        with torch.inference_mode():
+            hidden = self._trunk(token_ids, cache, backend, taps)
+            result = self._logits(hidden if logits == "all" else hidden[:, -1:])
+        # What leaves are ordinary tensors: those made in inference mode refuse to be changed in place outside.
+        if taps:
+            taps.update({layer: tensor.clone() for layer, tensor in taps.items() if tensor is not None})
+        return result.clone()
 
-    @torch.inference_mode()
     def prefill(
         self, token_ids: Sequence[int], cache: PagedKVCache, request: int, *, backend: str, chunk: int = 1024
     ) -> Tensor:
@@ -233,9 +247,11 @@ class Decoder:
             raise ValueError(f"chunk must be at least 1, got {chunk}")
         row = cache.rows([request])
         tokens = torch.tensor([list(token_ids)], device=self.device)
-        for part in tokens.split(chunk, dim=1):
-            hidden = self._trunk(part, row, backend, None)
-        return self._logits(hidden[:, -1:])[0, 0]
+        with torch.inference_mode():
+            for part in tokens.split(chunk, dim=1):
+                hidden = self._trunk(part, row, backend, None)
+            logits = self._logits(hidden[:, -1:])
+        return logits[0, 0].clone()
 
     def _check(self, token_ids: Tensor, cache: PagedKVCache) -> None:
         if token_ids.dim() != 2 or token_ids.shape[0] != cache.batch_size or token_ids.shape[1] < 1:
@@ -267,34 +283,30 @@ class Decoder:
         q, k, v = staged.split([shape.num_qo_heads, shape.num_kv_heads, shape.num_kv_heads], dim=2)
         attention = prepare(q, cache, backend=backend)
         attended = attention.out.view(batch_size * q_len, -1)
-        hidden = F.embedding(token_ids.flatten(), self._embedding)
+        dtype = self._activation_dtype
+        hidden = F.embedding(token_ids.flatten(), self._embedding).to(dtype)
         for index, layer in enumerate(self._layers):
-            qkv = layer.qkv(self._norm(hidden, layer.attention_norm))
+            qkv = layer.qkv(layer.attention_norm(hidden))
             if layer.qk_norm is not None:
-                qkv = self._norm_heads(qkv, layer.qk_norm)
+                self._norm_heads(qkv, layer.qk_norm)
             torch.mul(qkv.float().view(torch.complex64), rotation, out=rotated)
             if staged is not heads:
                 staged.copy_(heads)
             cache.append(index, k, v)
             attention.run(q, index, attention.out)
-            hidden.add_(layer.attention_out(attended))
-            gate, up = layer.gate_up(self._norm(hidden, layer.mlp_norm)).chunk(2, dim=1)
+            hidden.add_(layer.attention_out(attended.to(dtype)))
+            gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, dim=1)
             hidden.add_(layer.down(F.silu(gate).mul_(up)))
             if taps is not None and index in taps:
                 taps[index] = hidden.view(batch_size, q_len, -1).clone()
         cache.advance(q_len)
         return hidden.view(batch_size, q_len, -1)
 
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, weight.shape[-1:], weight, self.shape.rms_norm_eps)
-
-    def _norm_heads(self, qkv: Tensor, weight: Tensor) -> Tensor:
-        heads = qkv.view(qkv.shape[0], -1, self.shape.head_dim)
-        qk = heads[:, : self._num_qk_heads]
-        qk.copy_(F.rms_norm(qk, (self.shape.head_dim,), None, self.shape.rms_norm_eps).mul_(weight))
-        return qkv
+    def _norm_heads(self, qkv: Tensor, norm: RMSNorm) -> None:
+        qk = qkv.view(qkv.shape[0], -1, self.shape.head_dim)[:, : self._num_qk_heads]
+        qk.copy_(norm(qk))
 
     def _logits(self, hidden: Tensor) -> Tensor:
         rows = hidden.reshape(-1, self.shape.hidden_size)
-        logits = self._head(self._norm(rows, self._final_norm)).float()
+        logits = self._head(self._final_norm(rows)).float()
         return logits.view(*hidden.shape[:2], -1)

@@ -37,9 +37,7 @@ class ModelTarget:
     ):
         limit = decoder.shape.max_context_len
         if max_context_len > limit:
-            raise InputError(
-                f"max_context_len: {decoder.name} holds at most {limit} positions, got {max_context_len}"
-            )
+            raise InputError(f"max_context_len: {decoder.name} holds at most {limit} positions, got {max_context_len}")
         self.decoder = decoder
         self.verify_backend, self.decode_backend = verify_backend, decode_backend or verify_backend
         self.cache = decoder.new_cache(batch_size, max_context_len, page_size=page_size)

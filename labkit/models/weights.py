@@ -20,7 +20,12 @@ _STORED_DTYPES = ("F32", "BF16", "F16")
 
 
 def load_model(
-    model: str | Path | ModelShape, *, dtype: str = "float32", device: str = "cpu", seed: int = 0
+    model: str | Path | ModelShape,
+    *,
+    dtype: str = "float32",
+    device: str = "cpu",
+    seed: int = 0,
+    linear_backend: str = "auto",
 ) -> Decoder:
     """Load weights and build the decoder.
 
@@ -32,20 +37,25 @@ def load_model(
         drawn from `seed` on `device` (devices draw different numbers).
     dtype
         ``"float32"``, ``"bfloat16"`` or ``"float16"``, whatever the file holds.
+    linear_backend
+        ``"auto"`` times the candidates on the CPU; a name of `labkit.models.linear.LINEAR_BACKENDS` fixes it.
 
     Raises
     ------
     InputError
         Unknown model or dtype; or the folder is missing, corrupt, of another family, lacks a tensor, or holds one of
         another shape or one that the decoder has no use for.
+    BackendUnavailable
+        The named linear backend cannot run this dtype on this device.
     """
     if dtype not in DTYPES:
         raise InputError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    options: dict[str, Any] = {"dtype": dtype, "device": device, "linear_backend": linear_backend}
     if isinstance(model, ModelShape):
-        return Decoder(f"random:{model.name}", model, RandomWeights(seed, device), dtype=dtype, device=device)
+        return Decoder(f"random:{model.name}", model, RandomWeights(seed, device), **options)
     if str(model).startswith("random:"):
         shape = model_shape(str(model).removeprefix("random:"))
-        return Decoder(str(model), shape, RandomWeights(seed, device), dtype=dtype, device=device)
+        return Decoder(str(model), shape, RandomWeights(seed, device), **options)
     folder = dequantised_folder(smollm2_gguf()) if str(model) == "smollm2-135m" else Path(model)
     if not folder.is_dir():
         wanted = "'smollm2-135m', 'random:<shape>' or a folder with config.json and safetensors"
@@ -53,7 +63,7 @@ def load_model(
     name = str(model) if str(model) == "smollm2-135m" else folder.resolve().name
     shape, rope_scaling = read_config(folder, name)
     weights = SafetensorsFolder(folder, expected_tensors(shape))
-    return Decoder(name, shape, weights, dtype=dtype, device=device, rope_scaling=rope_scaling)
+    return Decoder(name, shape, weights, rope_scaling=rope_scaling, **options)
 
 
 class RandomWeights:
@@ -90,25 +100,29 @@ def read_config(folder: Path, name: str) -> tuple[ModelShape, RopeScaling | None
     if config.get("quantization_config"):
         raise InputError(f"{path}: only unquantised weights can be read, got a quantization_config")
 
-    def need(key: str) -> Any:
-        if config.get(key) is None:
-            raise InputError(f"{path}: the field {key!r} is missing")
-        return config[key]
+    def size(key: str, default: int | None = None) -> int:
+        value = default if config.get(key) is None else config[key]
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InputError(f"{path}: {key} must be an integer of at least 1, got {value!r}")
+        return value
 
-    num_heads = need("num_attention_heads")
+    eps = config.get("rms_norm_eps")
+    if not isinstance(eps, float):
+        raise InputError(f"{path}: rms_norm_eps must be a number, got {eps!r}")
+    num_heads = size("num_attention_heads")
     theta, scaling = _rope(config, path)
     shape = ModelShape(
         name=name,
-        num_layers=need("num_hidden_layers"),
-        hidden_size=need("hidden_size"),
-        intermediate_size=need("intermediate_size"),
+        num_layers=size("num_hidden_layers"),
+        hidden_size=size("hidden_size"),
+        intermediate_size=size("intermediate_size"),
         num_qo_heads=num_heads,
-        num_kv_heads=config.get("num_key_value_heads") or num_heads,
-        head_dim=config.get("head_dim") or need("hidden_size") // num_heads,
-        vocab_size=need("vocab_size"),
-        max_context_len=need("max_position_embeddings"),
+        num_kv_heads=size("num_key_value_heads", num_heads),
+        head_dim=size("head_dim", size("hidden_size") // num_heads),
+        vocab_size=size("vocab_size"),
+        max_context_len=size("max_position_embeddings"),
         rope_theta=theta,
-        rms_norm_eps=need("rms_norm_eps"),
+        rms_norm_eps=eps,
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         qk_norm=family == "qwen3",
         qkv_bias=family == "qwen2",
@@ -122,16 +136,19 @@ def read_config(folder: Path, name: str) -> tuple[ModelShape, RopeScaling | None
 def _rope(config: dict[str, Any], path: Path) -> tuple[float, RopeScaling | None]:
     """Rotary base and scaling, from ``rope_parameters`` (new) or ``rope_theta`` and ``rope_scaling`` (old)."""
     parameters = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    theta = float(parameters.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    theta = parameters.get("rope_theta") or config.get("rope_theta") or 10000.0
+    if not isinstance(theta, int | float):
+        raise InputError(f"{path}: rope_theta must be a number, got {theta!r}")
+    theta = float(theta)
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind == "default":
         return theta, None
     if kind != "llama3":
         raise InputError(f"{path}: rope_type must be 'default' or 'llama3', got {kind!r}")
     names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    missing = [name for name in names if name not in parameters]
+    missing = [name for name in names if not isinstance(parameters.get(name), int | float)]
     if missing:
-        raise InputError(f"{path}: rope scaling 'llama3' lacks {', '.join(missing)}")
+        raise InputError(f"{path}: rope scaling 'llama3' lacks the numbers {', '.join(missing)}")
     return theta, RopeScaling(*(parameters[name] for name in names))
 
 
