@@ -29,8 +29,8 @@ def position_table(
     df
         Acceptance rows, one per prompt, k and context band.
     definition
-        "unconditional": share of all verify steps that kept the draft at this position. "conditional": share of the steps that kept
-        the position before and proposed this one. See `labkit.acceptance.AcceptanceCounts`.
+        "unconditional": share of all verify steps that kept the draft at this position. "conditional": share of the
+        steps that kept the position before and proposed this one. See `labkit.acceptance.AcceptanceCounts`.
 
     Raises
     ------
@@ -43,7 +43,11 @@ def position_table(
     records = []
     for key, group in rows.groupby(list(by), dropna=False, sort=True):
         counts, histograms = counts_from_frame(group), prompt_histograms(group)
-        rates = counts.acceptance_rate_per_pos if definition == "unconditional" else counts.conditional_acceptance_rate_per_pos
+        rates = (
+            counts.acceptance_rate_per_pos
+            if definition == "unconditional"
+            else counts.conditional_acceptance_rate_per_pos
+        )
         rng = generator(seed, "positions", *key)
         weights = resampled_weights(len(histograms), resamples, rng)
         spread = student_spread(len(histograms), resamples, rng)
@@ -52,7 +56,13 @@ def position_table(
             with np.errstate(invalid="ignore", divide="ignore"):
                 draws = spread * ((weights @ kept) / (weights @ possible) - rate)
             low, high = np.clip(rate + np.array(percentile_interval(draws, confidence)), 0, 1)
-            values = {"position": position, "rate": rate, "rate_low": low, "rate_high": high, "num_prompts": len(histograms)}
+            values = {
+                "position": position,
+                "rate": rate,
+                "rate_low": low,
+                "rate_high": high,
+                "num_prompts": len(histograms),
+            }
             records.append(dict(zip(by, key, strict=True)) | values)
     return pd.DataFrame(records)
 

@@ -15,20 +15,30 @@ from labkit.style import format_tokens
 def breakeven_answer(result: Breakeven) -> str:
     """How often each backend pays, what it costs at the longest context, and where it stops or starts to pay."""
     cells = result.cells
-    lines = [f"Does speculation pay on {_all(cells, 'gpu')} for {_all(cells, 'target')} with the {_all(cells, 'drafter')} drafter?"]
+    lines = [
+        f"Does speculation pay on {_all(cells, 'gpu')} for {_all(cells, 'target')} with the {_all(cells, 'drafter')} drafter?"
+    ]
     longest = cells["context_len"].max()
     for backend, rows in cells.groupby("verify_backend", sort=False):
         verdicts = rows["verdict"].value_counts()
         counts = [f"pays in {verdicts.get('pays', 0)} of {len(rows)} cells"]
-        counts += [f"{verdicts[name]} {name.replace('_', ' ')}" for name in ("undecided", "loses", "cannot_pay") if name in verdicts]
+        counts += [
+            f"{verdicts[name]} {name.replace('_', ' ')}"
+            for name in ("undecided", "loses", "cannot_pay")
+            if name in verdicts
+        ]
         cost = rows.loc[rows["context_len"] == longest, "relative_step_cost"]
         needs = f"{cost.min():.2f}" if cost.max() - cost.min() < 0.005 else f"{cost.min():.2f} to {cost.max():.2f}"
-        lines.append(f"- verify on {backend}: {', '.join(counts)}; at {format_tokens(longest)} tokens a step must yield {needs} tokens.")
+        lines.append(
+            f"- verify on {backend}: {', '.join(counts)}; at {format_tokens(longest)} tokens a step must yield {needs} tokens."
+        )
     limits = (cells["context_len"].min(), longest)
     for curve in result.crossovers:
         for crossing in curve["crossovers"]:
             text = (curve["workload"] or "imposed length").replace("_", " ")
-            where = f"{curve['verify_backend']}, {text}, k = {curve['num_speculative_tokens']}, batch {curve['batch_size']}"
+            where = (
+                f"{curve['verify_backend']}, {text}, k = {curve['num_speculative_tokens']}, batch {curve['batch_size']}"
+            )
             lines.append(f"- {where}: {crossing_text(crossing, limits)}.")
     return "\n".join(lines)
 
@@ -37,7 +47,9 @@ def attention_answer(df: pd.DataFrame, sidecars: dict[str, dict] | None = None) 
     """What verifying costs against decoding one token at the longest context, and the growth per 1K tokens, per backend."""
     table = attention_table(df, read_bandwidths(sidecars or {}))
     q_len, longest = int(table["q_len"].max()), table["context_len"].max()
-    lines = [f"What does verifying {q_len} tokens cost at {format_tokens(longest)} tokens of context, against decoding one?"]
+    lines = [
+        f"What does verifying {q_len} tokens cost at {format_tokens(longest)} tokens of context, against decoding one?"
+    ]
     for backend, rows in table.groupby("backend", sort=False):
         at = rows[rows["context_len"] == longest].set_index("q_len")["attention_us"]
         if q_len not in at or 1 not in at:
@@ -76,10 +88,12 @@ def crossings_table(result: Breakeven) -> pd.DataFrame:
     """One row per crossing: the curve, direction, context_len in tokens and its bounds (NaN: outside the measured contexts)."""
     names = ["workload", "num_speculative_tokens", "batch_size", "verify_backend"]
     rows = [
-        {name: curve[name] for name in names} | dict(crossing) for curve in result.crossovers for crossing in curve["crossovers"]
+        {name: curve[name] for name in names} | dict(crossing)
+        for curve in result.crossovers
+        for crossing in curve["crossovers"]
     ]
     columns = [*names, "direction", "context_len", "low", "high"]
-    return pd.DataFrame(rows, columns=columns).astype({name: float for name in columns[-3:]}).round(0)
+    return pd.DataFrame(rows, columns=columns).astype(dict.fromkeys(columns[-3:], float)).round(0)
 
 
 def engine_table(df: pd.DataFrame) -> pd.DataFrame:

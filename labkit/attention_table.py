@@ -24,14 +24,16 @@ def attention_table(df: pd.DataFrame, read_gb_per_s: float | Mapping[str, float]
     df
         Attention rows, one per sample, of one device and shape.
     read_gb_per_s
-        Read bandwidth measured in the same run (1e9 bytes per second), or one per run_id; None or a run without one: unknown.
+        Read bandwidth measured in the same run (1e9 bytes per second), or one per run_id; None or a run without one:
+        unknown.
 
     Returns
     -------
     DataFrame
-        backend, q_len, context_len, run_id, kernel, attention_us (median) with attention_us_low and attention_us_high (20th and
-        80th percentile of the samples), kv_bytes, floor_us (keys and values read once at the measured bandwidth; q and the output
-        are not counted), share (unique bytes per time over that bandwidth), num_samples. NaN where the bandwidth is unknown.
+        backend, q_len, context_len, run_id, kernel, attention_us (median) with attention_us_low and attention_us_high
+        (20th and 80th percentile of the samples), kv_bytes, floor_us (keys and values read once at the measured
+        bandwidth; q and the output are not counted), share (unique bytes per time over that bandwidth), num_samples.
+        NaN where the bandwidth is unknown.
 
     Raises
     ------
@@ -43,12 +45,16 @@ def attention_table(df: pd.DataFrame, read_gb_per_s: float | Mapping[str, float]
         if name in rows and rows[name].nunique(dropna=False) > 1:
             values = ", ".join(map(str, rows[name].unique()))
             raise InputError(f"attention rows: want one {name}; got {values}; select one first")
-    known = read_gb_per_s if isinstance(read_gb_per_s, Mapping) else dict.fromkeys(rows["run_id"].unique(), read_gb_per_s)
+    known = (
+        read_gb_per_s if isinstance(read_gb_per_s, Mapping) else dict.fromkeys(rows["run_id"].unique(), read_gb_per_s)
+    )
     records = []
     for key, cell in rows.groupby(list(CELL), sort=True):
         runs = sorted(cell["run_id"].unique())
         if len(runs) > 1:
-            raise InputError(f"attention rows: {key[0]} at q_len {key[1]}, context {key[2]:g} is in several runs ({', '.join(runs)})")
+            raise InputError(
+                f"attention rows: {key[0]} at q_len {key[1]}, context {key[2]:g} is in several runs ({', '.join(runs)})"
+            )
         bandwidth = known.get(runs[0]) or np.nan
         low, middle, high = np.percentile(cell["attention_ms"] * 1e3, [20, 50, 80])
         kv_bytes = float(cell["kv_bytes_read"].iloc[0])

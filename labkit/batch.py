@@ -9,8 +9,9 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "committed": {"source": "committed", "preset": "cpu"},
     "cpu": {"source": "run", "preset": "cpu"},
     "gpu": {"source": "run", "preset": "gpu"},
+    "ci": {"source": "run", "preset": "ci"},
 }
 STATUSES = ("ok", "cell-error", "timeout", "kernel-died")
 _TAIL_CHARACTERS = 2000
@@ -144,7 +146,7 @@ def run_batch(
         say(f"[{number}/{len(sources)}] {verdict}")
         return verdict
 
-    with ThreadPoolExecutor(workers) as pool:
+    with _batch_environment(), ThreadPoolExecutor(workers) as pool:
         verdicts = list(pool.map(run_one, enumerate(sources, start=1)))
     bad = failed(verdicts)
     write_json(
@@ -153,6 +155,20 @@ def run_batch(
     )
     say(f"{len(verdicts) - len(bad)} of {len(verdicts)} notebooks ok" + (f"; failed: {', '.join(bad)}" if bad else ""))
     return verdicts
+
+
+@contextmanager
+def _batch_environment() -> Iterator[None]:
+    """Tell kernels started meanwhile that nobody watches: progress in plain lines, no widgets (`labkit.progress`)."""
+    before = os.environ.get("LABKIT_BATCH")
+    os.environ["LABKIT_BATCH"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["LABKIT_BATCH"]
+        else:
+            os.environ["LABKIT_BATCH"] = before
 
 
 def failed(verdicts: Sequence[Verdict]) -> list[str]:
@@ -187,12 +203,12 @@ def run_notebook(
         "started_at_s": round(time.time(), 3),
     }
     write_json(out_dir / "run.json", {**record, "status": "running"})
-    start = time.perf_counter()
+    start, lines = time.perf_counter(), _Lines(say, f"      {source.stem} | ")
     with tempfile.TemporaryDirectory(prefix="labkit-") as sockets:
         try:
             execute_notebook(
                 str(source), str(executed), parameters=used, cwd=str(source.parent), execution_timeout=timeout_s,
-                progress_bar=False, config=_kernel_config(sockets), stdout_file=_Lines(say, f"      {source.stem} | "),
+                progress_bar=False, config=_kernel_config(sockets), stdout_file=lines, stderr_file=lines,
             )  # fmt: skip
             outcome = _quiet_exit(executed)
         except Exception as error:

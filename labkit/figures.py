@@ -1,7 +1,8 @@
 """Saving figures so that each can be traced: provenance inside every file and in a JSON sidecar, same bytes on every rerun.
 
-What is recorded comes from the data runs (run ids, device, versions, commit) and from digests of data and drawing code. The commit
-of the drawing code, the time and the machine are left out: they would change the file and not the figure.
+What is recorded comes from the data runs (run ids, device, versions, commit) and from digests of data and drawing
+code. The commit of the drawing code, the time and the machine are left out: they would change the file and not the
+figure.
 """
 
 import base64
@@ -27,7 +28,7 @@ FORMATS = ("svg", "pdf", "png")
 DRAWING_CODE = (
     "acceptance.py", "acceptance_join.py", "acceptance_positions.py", "attention_table.py", "breakeven.py", "cost.py", "crossovers.py",
     "curves.py", "figures.py", "intervals.py", "labels.py", "panels.py", "plots.py", "plots_acceptance.py", "plots_attention.py",
-    "rows.py", "shapes.py", "step_costs.py", "style.py",
+    "rows.py", "shapes.py", "speedup.py", "step_costs.py", "style.py",
 )  # fmt: skip
 
 

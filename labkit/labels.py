@@ -77,7 +77,9 @@ class EndLabels(Artist):
 
     def add(self, x: float, y: float, text: str, *, color: str, size: float = 7.0) -> Text:
         """Label the end (x, y), in data coordinates."""
-        label = Text(0, 0, text, color=text_color(color), size=size, ha="left", va="center", transform=IdentityTransform())
+        label = Text(
+            0, 0, text, color=text_color(color), size=size, ha="left", va="center", transform=IdentityTransform()
+        )
         leader = Line2D([], [], color=color, linewidth=0.5, alpha=0.7, transform=IdentityTransform())
         for artist in (label, leader):
             artist.set_figure(self.host.figure)
@@ -160,7 +162,9 @@ class Notes(Artist):
         """Add a note of (text, colour) lines; near the vertical ``stretch`` (x, low, high) in data coordinates, or anywhere."""
         texts = []
         for line, color in lines:
-            text = Text(0, 0, line, color=text_color(color), size=size, ha="left", va="bottom", transform=IdentityTransform())
+            text = Text(
+                0, 0, line, color=text_color(color), size=size, ha="left", va="bottom", transform=IdentityTransform()
+            )
             text.set_figure(self.host.figure)
             text.set_bbox({"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.5})
             texts.append(text)

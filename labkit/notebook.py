@@ -25,8 +25,8 @@ class Session:
     source
         "committed" reads stored runs, "run" measures first (and only then needs torch).
     preset
-        Preset of the experiments. With "committed" it picks the device where there are several: "gpu" the GPU measured last, any
-        other the CPU measured last, if there is one.
+        Preset of the experiments. With "committed" it picks the device where there are several: "gpu" the GPU
+        measured last, any other the CPU measured last, if there is one.
     data_dir
         Folder of stored runs; "" is LABKIT_DATA or ``data/runs``.
     out_dir

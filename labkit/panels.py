@@ -1,7 +1,7 @@
 """Whole figures: panels, header, legend. The axes-level functions do the drawing."""
 
-from itertools import product
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -86,7 +86,9 @@ def figure_speedup(
     def draw(ax: Axes, part: pd.DataFrame, here: Mapping[str, Any], styles: Mapping[str, Any]) -> None:
         plot_speedup(part, ax=ax, labels=labels, styles=styles)
 
-    figure = _facets(cells, draw, panels=panels, labels=labels, width_in=width_in, title=title, baseline=result.baseline)
+    figure = _facets(
+        cells, draw, panels=panels, labels=labels, width_in=width_in, title=title, baseline=result.baseline
+    )
     limits = np.array([ax.get_ylim() for ax in figure.axes if ax.get_visible()])
     for ax in figure.axes:
         ax.set_ylim(limits[:, 0].min(), limits[:, 1].max())

@@ -43,7 +43,9 @@ class Definition:
 DEFINITIONS: Mapping[str, Definition] = {
     "pooled": Definition("mean_acceptance_length", 0.0, "tokens per verify step\n(pooled, bonus counted)"),
     "without_bonus": Definition("mean_acceptance_length", 1.0, "accepted drafts per verify step\n(pooled, no bonus)"),
-    "mean_of_prompts": Definition("mean_acceptance_length_of_prompts", 0.0, "tokens per verify step\n(mean of prompts, bonus counted)"),
+    "mean_of_prompts": Definition(
+        "mean_acceptance_length_of_prompts", 0.0, "tokens per verify step\n(mean of prompts, bonus counted)"
+    ),
     "rate": Definition("draft_acceptance_rate", 0.0, "accepted / drafted tokens\n(pooled)"),
 }
 _POSITION_LABELS = {
@@ -85,7 +87,9 @@ def plot_acceptance_by_position(
     for name, rows in table.groupby(hue, sort=False):
         style = styles[name]
         rows = rows[rows["rate"].notna()]
-        ax.fill_between(rows["position"], rows["rate_low"], rows["rate_high"], color=style.color, alpha=0.16, linewidth=0)
+        ax.fill_between(
+            rows["position"], rows["rate_low"], rows["rate_high"], color=style.color, alpha=0.16, linewidth=0
+        )
         ax.plot(rows["position"], rows["rate"], color=style.color, marker=style.marker, clip_on=False)
         if len(rows):
             ends.add(rows["position"].iloc[-1], rows["rate"].iloc[-1], _text(name, labels), color=style.color)
@@ -109,7 +113,8 @@ def plot_acceptance_by_workload(
 ) -> Axes:
     """Acceptance per workload, pooled over contexts, highest on top, with 95 % bars from resampled prompts.
 
-    With ``definition="pooled"`` a small hollow mark shows the mean of per-prompt lengths, which some tools print instead.
+    With ``definition="pooled"`` a small hollow mark shows the mean of per-prompt lengths, which some tools print
+    instead.
 
     Parameters
     ----------
@@ -133,7 +138,14 @@ def plot_acceptance_by_workload(
             ends = [row[f"{how.column}_low"] - how.offset, row[f"{how.column}_high"] - how.offset]
             ax.plot(ends, [y, y], color=style.color, linewidth=0.9, marker="|", markersize=5)
         hollow = not origin_style(row["origin"]).filled
-        ax.plot([middle], [y], marker=style.marker, markersize=3.8, color=style.color, markerfacecolor="white" if hollow else None)
+        ax.plot(
+            [middle],
+            [y],
+            marker=style.marker,
+            markersize=3.8,
+            color=style.color,
+            markerfacecolor="white" if hollow else None,
+        )
         if definition == "pooled":
             ax.plot([row["mean_acceptance_length_of_prompts"]], [y - 0.22], marker="o", markersize=2.6, color=INK, markerfacecolor="white",
                     markeredgewidth=0.7, zorder=3)  # fmt: skip
@@ -160,8 +172,8 @@ def plot_acceptance_by_context(
 ) -> Axes:
     """Acceptance against context, per workload, with 95 % bars; joined only between neighbouring measured bands.
 
-    A mark stands at the mean context of its band's verify steps. Nothing is drawn beyond the measured contexts. Parameters and
-    errors as `plot_acceptance_by_workload`.
+    A mark stands at the mean context of its band's verify steps. Nothing is drawn beyond the measured contexts.
+    Parameters and errors as `plot_acceptance_by_workload`.
     """
     ax, k, how = axes_or_new(ax), _one_k(df), _definition(definition)
     rows = ok_rows(df, "acceptance", ["context_len", "context_len_low", "context_len_high"])
@@ -176,7 +188,10 @@ def plot_acceptance_by_context(
         x, y = curve["context_len"].to_numpy(float), curve[how.column].to_numpy(float) - how.offset
         hollow = not origin_style(curve["origin"].iloc[0]).filled
         if f"{how.column}_low" in curve:
-            bars = [(y - (curve[f"{how.column}_low"] - how.offset)).clip(0), (curve[f"{how.column}_high"] - how.offset - y).clip(0)]
+            bars = [
+                (y - (curve[f"{how.column}_low"] - how.offset)).clip(0),
+                (curve[f"{how.column}_high"] - how.offset - y).clip(0),
+            ]
             ax.errorbar(x, y, yerr=np.nan_to_num(bars), fmt="none", ecolor=style.color, elinewidth=0.9, capsize=1.8)
         fine, (middle,) = interpolate(x, curve, [how.column])
         ax.plot(fine, middle - how.offset, color=style.color, linewidth=1.0)
@@ -220,7 +235,9 @@ def figure_acceptance(
     rows = df[df["num_speculative_tokens"] == k]
     for name in ("target", "drafter", "temperature"):
         if len(distinct(rows, name)) > 1:
-            raise InputError(f"acceptance rows: want one {name}; got {', '.join(map(str, distinct(rows, name)))}; select one first")
+            raise InputError(
+                f"acceptance rows: want one {name}; got {', '.join(map(str, distinct(rows, name)))}; select one first"
+            )
     styles = series_styles(distinct(rows, "workload"))
     stacked = width_in <= 5
     figure = new_figure(width_in, 6.2 if stacked else 2.9)
@@ -232,7 +249,16 @@ def figure_acceptance(
         ax.set_title(name)
     add_header(figure, title, _describe(rows, k, labels))
     if definition == "pooled":
-        mark = Line2D([], [], color=INK, linestyle="none", marker="o", markersize=2.6, markerfacecolor="white", markeredgewidth=0.7)
+        mark = Line2D(
+            [],
+            [],
+            color=INK,
+            linestyle="none",
+            marker="o",
+            markersize=2.6,
+            markerfacecolor="white",
+            markeredgewidth=0.7,
+        )
         add_legend(figure, [(mark, "mean of per-prompt lengths (another definition)")])
     freeze_layout(figure)
     return figure
@@ -241,7 +267,9 @@ def figure_acceptance(
 def _one_k(df: pd.DataFrame) -> int:
     ks = distinct(df, "num_speculative_tokens")
     if len(ks) != 1:
-        raise InputError(f"acceptance rows: want one num_speculative_tokens per axes; got {', '.join(map(str, ks)) or 'none'}")
+        raise InputError(
+            f"acceptance rows: want one num_speculative_tokens per axes; got {', '.join(map(str, ks)) or 'none'}"
+        )
     return int(ks[0])
 
 
@@ -257,9 +285,19 @@ def _text(name: object, labels: Mapping[str, str] | None) -> str:
 
 def _describe(rows: pd.DataFrame, k: int, labels: Mapping[str, str] | None) -> str:
     shown = labels or {}
-    target, drafter = (", ".join(shown.get(str(value), str(value)) for value in distinct(rows, name)) for name in ("target", "drafter"))
+    target, drafter = (
+        ", ".join(shown.get(str(value), str(value)) for value in distinct(rows, name)) for name in ("target", "drafter")
+    )
     temperature = ", ".join(f"{value:g}" for value in distinct(rows, "temperature"))
     prompts = rows.groupby(["workload", "prompt_id"]).ngroups
     steps = int(rows["num_verify_steps"].sum())
-    parts = [target, ", ".join(distinct(rows, "weight_dtype")), f"{drafter} drafter", f"k = {k}", f"temperature {temperature}"]
-    return " · ".join([*(part for part in parts if part), f"{prompts} prompts, {steps:,} verify steps", "95 % intervals over prompts"])
+    parts = [
+        target,
+        ", ".join(distinct(rows, "weight_dtype")),
+        f"{drafter} drafter",
+        f"k = {k}",
+        f"temperature {temperature}",
+    ]
+    return " · ".join(
+        [*(part for part in parts if part), f"{prompts} prompts, {steps:,} verify steps", "95 % intervals over prompts"]
+    )

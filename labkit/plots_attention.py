@@ -16,7 +16,6 @@ from labkit.errors import InputError
 from labkit.labels import EndLabels, Notes
 from labkit.style import (
     INK,
-    MUTED,
     TEXT_WIDTH_IN,
     SeriesStyle,
     add_header,
@@ -46,8 +45,8 @@ def plot_attention_time(
 ) -> Axes:
     """Attention time of one layer against context, per backend: solid at ``q_len``, thin dashes at q_len 1, floor black.
 
-    Bands are the 20th to 80th percentile of the samples. A curve breaks, with a tag, where the kernel that ran changes. The end
-    label has the slope in us per 1,024 tokens, of the last kernel where it changed.
+    Bands are the 20th to 80th percentile of the samples. A curve breaks, with a tag, where the kernel that ran
+    changes. The end label has the slope in us per 1,024 tokens, of the last kernel where it changed.
 
     Parameters
     ----------
@@ -81,9 +80,16 @@ def plot_attention_time(
             continue
         segments = kernel_segments(curve)
         _tag_kernels(segments, "attention_us", style, notes)
-        slope = slope_us_per_1k(segments[-1]["context_len"].to_numpy(float), segments[-1]["attention_us"].to_numpy(float))
+        slope = slope_us_per_1k(
+            segments[-1]["context_len"].to_numpy(float), segments[-1]["attention_us"].to_numpy(float)
+        )
         last = segments[-1].iloc[-1]
-        ends.add(last["context_len"], last["attention_us"], _with_slope((labels or {}).get(backend, backend), slope), color=style.color)
+        ends.add(
+            last["context_len"],
+            last["attention_us"],
+            _with_slope((labels or {}).get(backend, backend), slope),
+            color=style.color,
+        )
     floor = table[table["q_len"] == q_len].drop_duplicates("context_len").sort_values("context_len")
     if floor["floor_us"].notna().all():
         x, y = floor["context_len"].to_numpy(float), floor["floor_us"].to_numpy(float)
@@ -110,8 +116,8 @@ def plot_bandwidth_share(
 ) -> Axes:
     """Unique bytes per time as a share of the read bandwidth measured in the same run, against context, per backend.
 
-    Solid at ``q_len``, thin dashes at q_len 1; the black line at 1 is the bandwidth. A share above 1 means that the cache
-    served a part. Parameters and errors as `plot_attention_time`; ``read_gb_per_s`` must be known here.
+    Solid at ``q_len``, thin dashes at q_len 1; the black line at 1 is the bandwidth. A share above 1 means that the
+    cache served a part. Parameters and errors as `plot_attention_time`; ``read_gb_per_s`` must be known here.
     """
     ax, table = axes_or_new(ax), attention_table(df, read_gb_per_s)
     q_len = _verify_q_len(table, q_len)
@@ -130,7 +136,12 @@ def plot_bandwidth_share(
                 _draw_line(ax, part, "share", styles[backend], thin)
         curve = rows[rows["q_len"] == q_len].sort_values("context_len")
         if len(curve):
-            ends.add(curve["context_len"].iloc[-1], curve["share"].iloc[-1], (labels or {}).get(backend, backend), color=styles[backend].color)
+            ends.add(
+                curve["context_len"].iloc[-1],
+                curve["share"].iloc[-1],
+                (labels or {}).get(backend, backend),
+                color=styles[backend].color,
+            )
     ax.set_ylim(0.0, max(1.08, 1.05 * table["share"].max()))
     ax.set_ylabel("share of read bandwidth")
     return ax
@@ -153,8 +164,8 @@ def figure_attention(
     df
         Attention rows of one device and shape.
     sidecars
-        run_id -> sidecar (`labkit.results.load_sidecars`); their calibration has the read bandwidth and the cache size. Without a
-        bandwidth there is only the first panel, without floor.
+        run_id -> sidecar (`labkit.results.load_sidecars`); their calibration has the read bandwidth and the cache
+        size. Without a bandwidth there is only the first panel, without floor.
 
     Raises
     ------
@@ -186,7 +197,12 @@ def figure_attention(
     if table["floor_us"].notna().any():
         entries.append((Line2D([], [], color="0.0", linewidth=1.2), "floor: keys and values read once"))
     if caches and fitting_context(table, max(caches)) > table["context_len"].min():
-        entries.append((Patch(facecolor="0.93", linewidth=0), f"keys and values fit in the last-level cache ({max(caches) / 2**20:.0f} MiB)"))
+        entries.append(
+            (
+                Patch(facecolor="0.93", linewidth=0),
+                f"keys and values fit in the last-level cache ({max(caches) / 2**20:.0f} MiB)",
+            )
+        )
     add_legend(figure, entries)
     freeze_layout(figure)
     return figure
@@ -243,9 +259,18 @@ def _describe(df: pd.DataFrame, bandwidth: Mapping[str, float], labels: Mapping[
     first = df[df["status"] == "ok"].iloc[0] if "status" in df else df.iloc[0]
     gpu = (labels or {}).get(str(first["gpu"]), str(first["gpu"]))
     heads = f"{first['num_qo_heads']} query and {first['num_kv_heads']} KV heads of {first['head_dim']}"
-    dtypes = first["q_dtype"] if first["q_dtype"] == first["kv_dtype"] else f"{first['q_dtype']}, {first['kv_dtype']} KV"
+    dtypes = (
+        first["q_dtype"] if first["q_dtype"] == first["kv_dtype"] else f"{first['q_dtype']}, {first['kv_dtype']} KV"
+    )
     state = f"{first['l2_state']} cache, {first['launch_mode']}"
-    parts = [gpu, heads, dtypes, f"batch {first['batch_size']}", f"pages of {first['page_size']}, {first['page_order']}", state]
+    parts = [
+        gpu,
+        heads,
+        dtypes,
+        f"batch {first['batch_size']}",
+        f"pages of {first['page_size']}, {first['page_order']}",
+        state,
+    ]
     if bandwidth:
         parts.append(f"read bandwidth {np.median(list(bandwidth.values())):,.0f} GB/s")
     return " · ".join(parts)

@@ -167,28 +167,29 @@ def _finished(frame: pd.DataFrame, world: World, experiment: str) -> pd.DataFram
     return frame
 
 
-def write_runs(folder: Path, world: World, experiments: tuple[str, ...] = ("loop", "acceptance", "attention")) -> list[Path]:
+def write_runs(
+    folder: Path, world: World, experiments: tuple[str, ...] = ("loop", "acceptance", "attention")
+) -> list[Path]:
     """Stored runs of a world, as a sweep leaves them; returns their Parquet files."""
     make = {"loop": loop_rows, "acceptance": acceptance_rows, "attention": attention_rows}
-    files = []
-    for experiment in experiments:
-        frame = make[experiment](world)
-        names = [column.name for column in columns(experiment) if column.name in frame]
-        values = frame[names].astype(object).where(frame[names].notna(), None)
-        run_id = frame["run_id"].iloc[0]
-        sidecar = {
-            "experiment": experiment,
-            "run_id": run_id,
-            "gpu": world.gpu,
-            "calibration": {"read_gb_per_s": 20.0 if world.gpu.startswith("cpu") else 4000.0, "cache_bytes": 32 << 20},
-            "provenance": {
-                "device": {"name": "Synthetic device", "slug": world.gpu, "driver": None},
-                "versions": {"numpy": np.__version__, "torch": None},
-                "commit": "0" * 40,
-                "dirty": False,
-            },
-        }
-        path = folder / experiment / world.gpu / f"{run_id}.parquet"
-        table = build_table(experiment, {name: values[name].tolist() for name in names})
-        files.append(write_run(path, [table], sidecar))
-    return files
+    return [write_run_of(make[experiment](world), folder, world, experiment) for experiment in experiments]
+
+
+def write_run_of(frame: pd.DataFrame, folder: Path, world: World, experiment: str) -> Path:
+    """One stored run of the given rows."""
+    names = [column.name for column in columns(experiment) if column.name in frame]
+    values = frame[names].astype(object).where(frame[names].notna(), None)
+    sidecar = {
+        "experiment": experiment,
+        "run_id": frame["run_id"].iloc[0],
+        "gpu": world.gpu,
+        "calibration": {"read_gb_per_s": 20.0 if world.gpu.startswith("cpu") else 4000.0, "cache_bytes": 32 << 20},
+        "provenance": {
+            "device": {"name": "Synthetic device", "slug": world.gpu, "driver": None},
+            "versions": {"numpy": np.__version__, "torch": None},
+            "commit": "0" * 40,
+            "dirty": False,
+        },
+    }
+    path = folder / experiment / world.gpu / f"{sidecar['run_id']}.parquet"
+    return write_run(path, [build_table(experiment, {name: values[name].tolist() for name in names})], sidecar)

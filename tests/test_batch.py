@@ -29,7 +29,7 @@ def batch(tmp_path_factory):
     notebooks = [
         write_notebook(
             folder / "good.ipynb",
-            "print('answer', source)",
+            "import os, sys; print('answer', source, os.environ['LABKIT_BATCH']); print('step 1/2', file=sys.stderr)",
             "from pathlib import Path; print(Path.cwd().name)",
         ),
         write_notebook(folder / "raises.ipynb", "x = 1", "raise KeyError('no such column')", "x"),
@@ -82,7 +82,8 @@ def test_batch_fails_at_the_end_and_says_which(batch):
 
 def test_progress_carries_what_a_notebook_prints(batch):
     _, _, lines = batch
-    assert any(line.endswith("good | answer committed") for line in lines)
+    assert any(line.endswith("good | answer committed 1") for line in lines)
+    assert any(line.endswith("good | step 1/2") for line in lines)
 
 
 def test_runs_in_the_notebooks_folder_with_typed_parameters(batch):
@@ -113,7 +114,7 @@ def test_measuring_notebooks_run_one_at_a_time(tmp_path):
 
 
 def test_presets():
-    assert set(PRESETS) == {"cpu", "gpu", "committed"}
+    assert set(PRESETS) == {"cpu", "gpu", "ci", "committed"}
     assert preset_parameters("committed")["source"] == "committed"
     assert preset_parameters("gpu") == {"source": "run", "preset": "gpu"}
 
@@ -127,7 +128,7 @@ def test_verdict_reads_as_one_line():
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"preset": "fast"}, "preset: want one of committed, cpu, gpu; got 'fast'"),
+        ({"preset": "fast"}, "preset: want one of committed, cpu, gpu, ci; got 'fast'"),
         ({"parallel": 0}, "parallel"),
         ({"parameters": {"sorce": "run"}}, "no notebook declares sorce"),
         ({"notebooks": ["missing.ipynb"]}, "no such file"),

@@ -92,7 +92,9 @@ def assert_well_placed(figure: Figure) -> None:
         figure.draw_without_rendering()
         for text in all_texts(figure):
             box = text.get_window_extent()
-            inside = box.x0 >= -0.5 and box.y0 >= -0.5 and box.x1 <= figure.bbox.x1 + 0.5 and box.y1 <= figure.bbox.y1 + 0.5
+            inside = (
+                box.x0 >= -0.5 and box.y0 >= -0.5 and box.x1 <= figure.bbox.x1 + 0.5 and box.y1 <= figure.bbox.y1 + 0.5
+            )
             assert inside, f"{text.get_text()!r} leaves the figure: {box} in {figure.bbox}"
         for ax in figure.axes:
             groups = [[text for labels in artists(ax, EndLabels) for text in labels.texts]]
@@ -103,7 +105,8 @@ def assert_well_placed(figure: Figure) -> None:
                     assert not a.overlaps(b), f"{one.get_text()!r} overlaps {other.get_text()!r}"
 
 
-# --- placing ---------------------------------------------------------------------------------------------------------
+# --- placing
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_spread_keeps_what_fits_and_separates_the_rest():
@@ -146,12 +149,23 @@ def test_a_note_keeps_off_the_curve(ax):
     assert box.x1 <= ax.bbox.x1
 
 
-# --- style -----------------------------------------------------------------------------------------------------------
+# --- style
+# -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("tokens", "text"),
-    [(512, "512"), (1024, "1K"), (1536, "1.5K"), (6144, "6K"), (23456, "23K"), (131072, "128K"), (2**20, "1M"), (725, "725"), (724.5, "720")],
+    [
+        (512, "512"),
+        (1024, "1K"),
+        (1536, "1.5K"),
+        (6144, "6K"),
+        (23456, "23K"),
+        (131072, "128K"),
+        (2**20, "1M"),
+        (725, "725"),
+        (724.5, "720"),
+    ],
 )
 def test_format_tokens(tokens, text):
     assert style.format_tokens(tokens) == text
@@ -196,13 +210,17 @@ def test_series_styles_are_distinct_and_stable():
 
 def test_origins_are_drawn_apart():
     assert style.origin_style("measured").linestyle == "-"
-    looks = {(str(look.linestyle), look.filled) for look in map(style.origin_style, ("measured", "modelled", "cited", "transferred"))}
+    looks = {
+        (str(look.linestyle), look.filled)
+        for look in map(style.origin_style, ("measured", "modelled", "cited", "transferred"))
+    }
     assert len(looks) == 4
     with pytest.raises(ValueError, match="origin: want one of measured"):
         style.origin_style("guessed")
 
 
-# --- break-even ------------------------------------------------------------------------------------------------------
+# --- break-even
+# ------------------------------------------------------------------------------------------------------
 
 
 def one(cells: pd.DataFrame, **values: object) -> pd.DataFrame:
@@ -231,15 +249,21 @@ def test_breakeven_axes(cpu, ax):
 def test_crossing_lies_on_both_curves(cpu, ax):
     cells = one(cpu.cells, num_speculative_tokens=2, workload="prose")
     plot_breakeven(cells, ax=ax, crossovers=cpu.crossovers)
-    (curve,) = [c for c in cpu.crossovers if c["crossovers"] and c["workload"] == "prose" and c["num_speculative_tokens"] == 2]
+    (curve,) = [
+        c for c in cpu.crossovers if c["crossovers"] and c["workload"] == "prose" and c["num_speculative_tokens"] == 2
+    ]
     x = curve["crossovers"][0]["context_len"]
     rings = [line for line in ax.get_lines() if line.get_marker() == "o" and line.get_markerfacecolor() == "none"]
     assert [line.get_xdata()[0] for line in rings] == [x]
     for line in ax.get_lines():
         points = line.get_xdata()
         # The two long lines that rise through it: per_token's cost and the acceptance.
-        if len(points) > 20 and (line.get_color() in (style.INK, style.series_styles(["per_token"])["per_token"].color)):
-            assert np.interp(np.log2(x), np.log2(points), line.get_ydata()) == pytest.approx(rings[0].get_ydata()[0], rel=2e-3)
+        if len(points) > 20 and (
+            line.get_color() in (style.INK, style.series_styles(["per_token"])["per_token"].color)
+        ):
+            assert np.interp(np.log2(x), np.log2(points), line.get_ydata()) == pytest.approx(
+                rings[0].get_ydata()[0], rel=2e-3
+            )
 
 
 def test_cannot_pay_gets_an_arrow_and_nothing_is_drawn_above_the_ceiling(gpu, ax):
@@ -290,7 +314,14 @@ def test_modelled_costs_are_dashed_and_imposed_lengths_are_labelled_lines(ax):
 
 def test_acceptance_is_joined_only_where_measured(cpu, ax):
     cells = one(cpu.cells, num_speculative_tokens=4, workload="prose").copy()
-    names = ["mean_acceptance_length", "mean_acceptance_length_low", "mean_acceptance_length_high", "speedup", "speedup_low", "speedup_high"]
+    names = [
+        "mean_acceptance_length",
+        "mean_acceptance_length_low",
+        "mean_acceptance_length_high",
+        "speedup",
+        "speedup_low",
+        "speedup_high",
+    ]
     cells.loc[cells["context_len"] == 6144, [*names]] = np.nan
     plot_breakeven(cells, ax=ax)
     dark = [line for line in ax.get_lines() if line.get_color() == style.INK and len(line.get_xdata()) > 1]
@@ -369,7 +400,8 @@ def test_lines_are_straight_in_log_log():
     assert np.interp(2048, fine, y) == pytest.approx(2.0)
 
 
-# --- attention -------------------------------------------------------------------------------------------------------
+# --- attention
+# -------------------------------------------------------------------------------------------------------
 
 
 def test_attention_table_and_slopes():
@@ -432,7 +464,8 @@ def test_attention_figures_are_well_placed(width_in):
     assert len(figure_attention(attention_rows(CPU), width_in=width_in).axes) == 1  # no bandwidth: no share
 
 
-# --- acceptance ------------------------------------------------------------------------------------------------------
+# --- acceptance
+# ------------------------------------------------------------------------------------------------------
 
 
 def test_positions_match_the_counts():
