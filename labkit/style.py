@@ -1,0 +1,330 @@
+"""How every figure looks: rc context, palette, origins, the context axis, a figure with a header.
+
+The same rc context has to surround drawing *and* saving: matplotlib makes ticks and embeds fonts only when it saves,
+and outside the context it silently falls back to Type 3 fonts and outlined text.
+"""
+
+import functools
+import io
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
+
+import matplotlib.style
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
+
+COLUMN_WIDTH_IN = 3.4
+TEXT_WIDTH_IN = 7.0
+NOTE_SIZE = 6.5
+INK = "0.15"
+MUTED = "0.42"
+
+RC: Mapping[str, object] = {
+    # DejaVu Sans comes with matplotlib, so a figure does not depend on the fonts of the machine.
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 8.0,
+    "axes.titlesize": 8.0,
+    "axes.titlelocation": "left",
+    "axes.titlepad": 5.0,
+    "axes.labelsize": 8.0,
+    "axes.labelpad": 2.5,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": "0.35",
+    "axes.linewidth": 0.6,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.xmargin": 0.0,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "grid.color": "0.91",
+    "grid.linewidth": 0.5,
+    "xtick.labelsize": 7.0,
+    "ytick.labelsize": 7.0,
+    "xtick.color": "0.35",
+    "ytick.color": "0.35",
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "xtick.major.width": 0.6,
+    "ytick.major.width": 0.6,
+    "xtick.minor.width": 0.4,
+    "ytick.minor.width": 0.4,
+    "xtick.major.size": 3.0,
+    "ytick.major.size": 3.0,
+    "xtick.minor.size": 1.6,
+    "ytick.minor.size": 1.6,
+    "text.color": INK,
+    # Letters are then as wide on screen as in the PDF, so one layout serves all formats.
+    "text.hinting": "no_hinting",
+    "lines.linewidth": 1.4,
+    "lines.markersize": 3.6,
+    "lines.solid_capstyle": "round",
+    "figure.dpi": 150.0,
+    "savefig.dpi": 300.0,
+    "pdf.fonttype": 42,
+    "ps.fonttype": 42,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "labkit",
+}
+
+# Okabe-Ito. Black is kept for baselines and floors; its yellow is too light for a line on white.
+_BLUE, _VERMILLION, _GREEN, _ORANGE = "#0072B2", "#D55E00", "#009E73", "#E69F00"
+_PURPLE, _SKY = "#CC79A7", "#56B4E9"
+_CYCLE = (_BLUE, _VERMILLION, _GREEN, _ORANGE, _PURPLE, _SKY)
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "h")
+# A backend keeps its colour and marker in every figure, whatever else is drawn beside it.
+_BACKENDS = ("sdpa", "per_token", "triton_split", "triton_nosplit", "flashinfer", "flash_attn")
+
+
+@dataclass(frozen=True)
+class SeriesStyle:
+    """Colour and marker of one series. The marker alone must tell series apart in greyscale."""
+
+    color: str
+    marker: str
+
+
+@dataclass(frozen=True)
+class OriginStyle:
+    """How a number of this origin is drawn: ``linestyle`` of its curve, ``filled`` or hollow markers, ``note`` beside its label."""
+
+    linestyle: str | tuple[int, tuple[float, ...]]
+    filled: bool
+    note: str
+
+
+_SOLID = "-"
+_DASHED = (0, (4.0, 1.8))
+_DOTTED = (0, (1.0, 1.4))
+_DASH_DOT = (0, (5.0, 1.5, 1.0, 1.5))
+ORIGINS: Mapping[str, OriginStyle] = {
+    "measured": OriginStyle(_SOLID, True, ""),
+    "imported": OriginStyle(_SOLID, True, ""),
+    "modelled": OriginStyle(_DASHED, False, "modelled"),
+    "interpolated": OriginStyle(_DASHED, False, "interpolated"),
+    "transferred": OriginStyle(_SOLID, False, "borrowed"),
+    "forced": OriginStyle(_DASH_DOT, False, "imposed"),
+    "published": OriginStyle(_DOTTED, False, "published"),
+    "cited": OriginStyle(_DOTTED, False, "cited"),
+}
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def context() -> AbstractContextManager[None]:
+    """The rc context of every figure: matplotlib's defaults plus `RC`, so that a user's matplotlibrc changes nothing."""
+    return matplotlib.style.context(["default", dict(RC)])
+
+
+def styled(func: Callable[P, R]) -> Callable[P, R]:
+    """Run ``func`` inside `context`."""
+
+    @functools.wraps(func)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        with context():
+            return func(*args, **kwargs)
+
+    return wrapper
+
+
+def origin_style(origin: str) -> OriginStyle:
+    """Style of one origin.
+
+    Raises
+    ------
+    ValueError
+        If ``origin`` is none of the origins this project knows.
+    """
+    if origin not in ORIGINS:
+        raise ValueError(f"origin: want one of {', '.join(ORIGINS)}; got {origin!r}")
+    return ORIGINS[origin]
+
+
+def series_styles(names: Iterable[str]) -> dict[str, SeriesStyle]:
+    """A distinct style per name, in the order given. Backends of this project keep theirs; others take what is left.
+
+    ``"sdpa + triton_split"`` (a pairing) is a name like any other.
+    """
+    names = list(dict.fromkeys(names))
+    slots = [(color, marker) for marker, color in zip(_MARKERS, _CYCLE * 2, strict=False)]
+    taken = {name: slots[_BACKENDS.index(name)] for name in names if name in _BACKENDS}
+    free = [slot for slot in slots if slot not in taken.values()]
+    for index, name in enumerate(name for name in names if name not in taken):
+        taken[name] = free[index % len(free)] if free else slots[index % len(slots)]
+    return {name: SeriesStyle(*taken[name]) for name in names}
+
+
+def format_tokens(tokens: float) -> str:
+    """``512``, ``1K``, ``1.5K``, ``128K``, ``1M`` (K = 1,024), two digits unless the number is whole."""
+    size, unit = _unit(tokens)
+    value = tokens / size
+    whole = abs(value - round(value)) < 1e-9
+    return f"{round(value)}{unit}" if whole else f"{_two_digits(value, size)}{unit}"
+
+
+def format_tokens_range(tokens: float, low: float | None, high: float | None, limits: tuple[float, float]) -> str:
+    """``23K [21, 26]``: a context length and its interval in one unit.
+
+    A bound of None lies outside the measured contexts ``limits`` and prints as ``<0.5`` or ``>128``.
+    """
+    size, unit = _unit(tokens)
+    ends = [
+        _two_digits(end / size, size) if end is not None else f"{sign}{_two_digits(limit / size, size)}"
+        for end, limit, sign in zip((low, high), limits, "<>", strict=True)
+    ]
+    return f"{_two_digits(tokens / size, size)}{unit} [{ends[0]}, {ends[1]}]"
+
+
+def _unit(tokens: float) -> tuple[int, str]:
+    if tokens >= 0.9995 * 1024**2:
+        return 1024**2, "M"
+    return (1024, "K") if tokens >= 0.9995 * 1024 else (1, "")
+
+
+def _two_digits(value: float, size: int) -> str:
+    if size == 1:
+        return f"{round(value, -1):.0f}" if value >= 100 else f"{value:.0f}"
+    return f"{value:.1f}" if value < 9.95 else f"{value:.0f}"
+
+
+def context_ticks(low: float, high: float, *, max_ticks: int = 6) -> list[int]:
+    """Powers of two in ``[low, high]`` tokens, each 2, 4 or 16 times the one before, at most ``max_ticks``, through 1K.
+
+    Raises
+    ------
+    ValueError
+        If the limits are not ``0 < low <= high``.
+    """
+    if not 0 < low <= high:
+        raise ValueError(f"low, high: want 0 < low <= high tokens; got {low}, {high}")
+    for octaves in (1, 2, 4):
+        first = math.ceil((math.log2(low) - 10) / octaves - 1e-9)
+        last = math.floor((math.log2(high) - 10) / octaves + 1e-9)
+        ticks = [2 ** (10 + octaves * index) for index in range(first, last + 1)]
+        if len(ticks) <= max_ticks:
+            break
+    return ticks
+
+
+def context_axis(ax: Axes, low: float, high: float, *, label: bool = True, max_ticks: int = 6) -> None:
+    """Make x a log2 axis over ``low`` to ``high`` tokens with ticks like ``1K 4K 16K`` and unlabelled minor ticks at every octave."""
+    pad = 0.04 * max(1.0, math.log2(high / low))
+    ax.set_xscale("log", base=2)
+    low, high = low * 2**-pad, high * 2**pad
+    ax.set_xlim(low, high)
+    ticks = context_ticks(low, high, max_ticks=max_ticks)
+    octaves = [2**power for power in range(math.ceil(math.log2(low)), math.floor(math.log2(high)) + 1)]
+    ax.xaxis.set_major_locator(FixedLocator(ticks))
+    ax.xaxis.set_minor_locator(FixedLocator([value for value in octaves if value not in ticks]))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_tokens(value)))
+    ax.xaxis.set_minor_formatter(NullFormatter())
+    if label:
+        ax.set_xlabel("context length (tokens)")
+
+
+class StyledFigure(Figure):
+    """A figure that shows itself in a notebook as it will be saved: inside the rc context and uncropped."""
+
+    def _repr_png_(self) -> bytes:
+        buffer = io.BytesIO()
+        with context():
+            self.savefig(buffer, format="png", dpi=150)
+        return buffer.getvalue()
+
+
+def new_figure(width_in: float, height_in: float) -> Figure:
+    """An empty constrained-layout figure outside pyplot, so that nothing stays open in a batch."""
+    figure = StyledFigure(figsize=(width_in, height_in), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.get_layout_engine().set(w_pad=0.04, h_pad=0.04, wspace=0.03, hspace=0.04)  # type: ignore[union-attr]
+    return figure
+
+
+def text_color(color: str) -> tuple[float, float, float]:
+    """A darker shade of a line colour: letters are thinner than lines and need more contrast on white."""
+    red, green, blue = to_rgb(color)
+    return (0.74 * red, 0.74 * green, 0.74 * blue)
+
+
+def axes_or_new(ax: Axes | None) -> Axes:
+    """``ax``, or the axes of a new pyplot figure of column width (pyplot, so that a bare call in a notebook shows it)."""
+    if ax is not None:
+        return ax
+    from matplotlib import pyplot
+
+    figure = pyplot.figure(figsize=(COLUMN_WIDTH_IN, 2.6), layout="constrained")
+    return figure.add_subplot()
+
+
+def add_header(figure: Figure, title: str, subtitle: str = "") -> None:
+    """Write a bold title and a wrapped subtitle above the panels, flush left, and keep the layout clear of them."""
+    width_in, height_in = figure.get_size_inches()
+    margin_in = 0.06
+    y_in = height_in - margin_in
+    for text, size, color, weight in ((title, 9.0, "0.0", "bold"), (subtitle, 7.0, MUTED, "normal")):
+        for line in _wrap(figure, text, size, weight, width_in - 2 * margin_in):
+            figure.text(
+                margin_in / width_in, y_in / height_in, line,
+                size=size, color=color, weight=weight, ha="left", va="top", in_layout=False,
+            )  # fmt: skip
+            y_in -= 1.32 * size / 72
+        y_in -= 0.02
+    engine = figure.get_layout_engine()
+    if isinstance(engine, ConstrainedLayoutEngine):
+        engine.set(rect=(0.0, 0.0, 1.0, (y_in - 0.02) / height_in))
+
+
+def freeze_layout(figure: Figure) -> None:
+    """Lay out once and keep it: repeated layouts differ in the last digits, and so would saved files.
+
+    ``figure.set_layout_engine("constrained")`` makes a frozen figure flow again.
+    """
+    if figure.get_layout_engine() is not None:
+        figure.draw_without_rendering()
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")
+
+
+def add_legend(figure: Figure, entries: Sequence[tuple[Artist, str]]) -> None:
+    """A legend under the panels, in as few rows as the width allows."""
+    renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
+    for columns in range(len(entries), 0, -1):
+        legend = figure.legend(
+            *zip(*entries, strict=True), loc="outside lower left", ncols=columns, frameon=False, fontsize=NOTE_SIZE,
+            handlelength=1.8, columnspacing=1.6, handletextpad=0.6, labelspacing=0.3, borderaxespad=0.2, borderpad=0.3,
+        )  # fmt: skip
+        if columns == 1 or legend.get_window_extent(renderer).width < 0.97 * figure.bbox.width:
+            break
+        legend.remove()
+
+
+def _wrap(figure: Figure, text: str, size: float, weight: str, width_in: float) -> list[str]:
+    """Break ``text`` at ' · ', and what is still too long at blanks, so that lines fit ``width_in`` by their real width."""
+    renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
+    probe = figure.text(0, 0, "", size=size, weight=weight)
+
+    def fits(line: str) -> bool:
+        probe.set_text(line)
+        return bool(probe.get_window_extent(renderer).width <= 0.98 * width_in * figure.dpi)
+
+    lines: list[str] = []
+    for part in text.split(" · ") if text else []:
+        if lines and fits(f"{lines[-1]} · {part}"):
+            lines[-1] = f"{lines[-1]} · {part}"
+            continue
+        lines.append("")
+        for word in part.split(" "):
+            candidate = f"{lines[-1]} {word}".strip()
+            lines[-1:] = [candidate] if fits(candidate) or not lines[-1] else [lines[-1], word]
+    probe.remove()
+    return lines
