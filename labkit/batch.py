@@ -25,6 +25,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "cpu": {"source": "run", "preset": "cpu"},
     "gpu": {"source": "run", "preset": "gpu"},
     "ci": {"source": "run", "preset": "ci"},
+    "ci": {"source": "run", "preset": "ci"},
 }
 STATUSES = ("ok", "cell-error", "timeout", "kernel-died")
 _TAIL_CHARACTERS = 2000
