@@ -72,7 +72,6 @@ def freeze_layout(figure: Figure) -> None:
     """
     if figure.get_layout_engine() is not None:
         figure.draw_without_rendering()
-        figure.draw_without_rendering()
         figure.set_layout_engine("none")
 
 

@@ -31,7 +31,7 @@ DRAWING_CODE = (
     *("canvas.py", "cost.py", "crossovers.py", "curves.py", "figures.py"),
     *("intervals.py", "labels.py", "panels.py", "plots.py", "plots_acceptance.py"),
     *("plots_attention.py", "rows.py", "shapes.py", "speedup.py", "step_costs.py"),
-    *("style.py"),
+    "style.py",
 )
 
 
