@@ -1,4 +1,4 @@
-"""Acceptance rate by draft position with intervals: the per-position rates of `labkit.acceptance`, prompts resampled."""
+"""Acceptance rate by draft position with intervals: the rates of `labkit.acceptance`, prompts resampled."""
 
 from collections.abc import Sequence
 

@@ -1,5 +1,8 @@
 """Answers in words and short tables, computed from the data: what the notebooks end with."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 import pandas as pd
 
@@ -16,7 +19,7 @@ def breakeven_answer(result: Breakeven) -> str:
     """How often each backend pays, what it costs at the longest context, and where it stops or starts to pay."""
     cells = result.cells
     lines = [
-        f"Does speculation pay on {_all(cells, 'gpu')} for {_all(cells, 'target')} with the {_all(cells, 'drafter')} drafter?"
+        f"Does speculation pay on {_all(cells, 'gpu')} for {_all(cells, 'target')}, {_all(cells, 'drafter')} drafter?"
     ]
     longest = cells["context_len"].max()
     for backend, rows in cells.groupby("verify_backend", sort=False):
@@ -30,7 +33,8 @@ def breakeven_answer(result: Breakeven) -> str:
         cost = rows.loc[rows["context_len"] == longest, "relative_step_cost"]
         needs = f"{cost.min():.2f}" if cost.max() - cost.min() < 0.005 else f"{cost.min():.2f} to {cost.max():.2f}"
         lines.append(
-            f"- verify on {backend}: {', '.join(counts)}; at {format_tokens(longest)} tokens a step must yield {needs} tokens."
+            f"- verify on {backend}: {', '.join(counts)}; "
+            f"at {format_tokens(longest)} tokens of context a step must yield {needs} tokens."
         )
     limits = (cells["context_len"].min(), longest)
     for curve in result.crossovers:
@@ -43,8 +47,8 @@ def breakeven_answer(result: Breakeven) -> str:
     return "\n".join(lines)
 
 
-def attention_answer(df: pd.DataFrame, sidecars: dict[str, dict] | None = None) -> str:
-    """What verifying costs against decoding one token at the longest context, and the growth per 1K tokens, per backend."""
+def attention_answer(df: pd.DataFrame, sidecars: Mapping[str, Mapping[str, Any]] | None = None) -> str:
+    """Per backend: what verifying costs against decoding one token at the longest context, and its growth per 1K."""
     table = attention_table(df, read_bandwidths(sidecars or {}))
     q_len, longest = int(table["q_len"].max()), table["context_len"].max()
     lines = [
@@ -78,14 +82,14 @@ def acceptance_answer(df: pd.DataFrame) -> str:
         curve = bands[bands["workload"] == row["workload"]].sort_values("context_len_low")
         if len(curve) > 1:
             first, last = curve.iloc[0], curve.iloc[-1]
-            text += f"; {first['mean_acceptance_length']:.2f} from {format_tokens(first['context_len_low'])} tokens of context,"
-            text += f" {last['mean_acceptance_length']:.2f} from {format_tokens(last['context_len_low'])}"
+            text += f"; {first['mean_acceptance_length']:.2f} from {format_tokens(first['context_len_low'])} tokens on,"
+            text += f" {last['mean_acceptance_length']:.2f} from {format_tokens(last['context_len_low'])} on"
         lines.append(text + ".")
     return "\n".join(lines)
 
 
 def crossings_table(result: Breakeven) -> pd.DataFrame:
-    """One row per crossing: the curve, direction, context_len in tokens and its bounds (NaN: outside the measured contexts)."""
+    """One row per crossing: curve, direction, context_len and its bounds in tokens (NaN: outside what was measured)."""
     names = ["workload", "num_speculative_tokens", "batch_size", "verify_backend"]
     rows = [
         {name: curve[name] for name in names} | dict(crossing)

@@ -1,4 +1,4 @@
-"""Attention rows summarised for drawing: median time per cell, floor, share of the read bandwidth, slope per 1K tokens."""
+"""Attention rows summarised for drawing: median time per cell, floor, share of the read bandwidth, slope."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,8 +10,19 @@ from labkit.errors import InputError
 from labkit.rows import ok_rows
 
 # Inside one table only the backend, q_len and context may differ, else times are not comparable.
-FIXED = ("gpu", "batch_size", "num_qo_heads", "num_kv_heads", "head_dim", "page_size", "page_order", "q_dtype",
-         "kv_dtype", "launch_mode", "l2_state")  # fmt: skip
+FIXED = (
+    "gpu",
+    "batch_size",
+    "num_qo_heads",
+    "num_kv_heads",
+    "head_dim",
+    "page_size",
+    "page_order",
+    "q_dtype",
+    "kv_dtype",
+    "launch_mode",
+    "l2_state",
+)
 CELL = ("backend", "q_len", "context_len")
 _NEEDED = (*CELL, "run_id", "attention_ms", "gb_per_s", "kv_bytes_read")
 

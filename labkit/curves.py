@@ -1,6 +1,7 @@
-"""What is computed between measured cells before it is drawn: interpolation, undecided ranges, the text of a crossing."""
+"""What is computed between measured cells before it is drawn: interpolation, undecided ranges, crossings as text."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -9,16 +10,20 @@ import pandas as pd
 from labkit.style import format_tokens_range
 
 
+def by_name(frame: pd.DataFrame, column: str) -> Iterator[tuple[str, pd.DataFrame]]:
+    """Groups of a text column in order of appearance; a missing value is a group named ``None``."""
+    for name, rows in frame.groupby(column, dropna=False, sort=False):
+        yield "None" if pd.isna(name) else str(name), rows
+
+
 def interpolate(
     x: np.ndarray, frame: pd.DataFrame, columns: Sequence[str], per_segment: int = 16
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Columns between measured contexts, linear in log2(x) and log(y). Returns x [num_points] and one y [num_points] per column."""
+    """Columns between measured contexts, linear in log2(x) and log(y): x and one y per column, each [num_points]."""
     if len(x) == 1:
         return x, [frame[name].to_numpy(float) for name in columns]
     position = np.log2(x)
-    fine = np.concatenate(
-        [np.linspace(a, b, per_segment, endpoint=False) for a, b in zip(position, position[1:], strict=False)]
-    )
+    fine = np.concatenate([np.linspace(a, b, per_segment, endpoint=False) for a, b in pairwise(position)])
     fine = np.append(fine, position[-1])
     return 2**fine, [np.exp(np.interp(fine, position, np.log(frame[name].to_numpy(float)))) for name in columns]
 

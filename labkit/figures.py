@@ -1,4 +1,4 @@
-"""Saving figures so that each can be traced: provenance inside every file and in a JSON sidecar, same bytes on every rerun.
+"""Saving figures so that each can be traced: provenance in every file and in a sidecar, same bytes on every rerun.
 
 What is recorded comes from the data runs (run ids, device, versions, commit) and from digests of data and drawing
 code. The commit of the drawing code, the time and the machine are left out: they would change the file and not the
@@ -18,18 +18,21 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from labkit import __version__, paths
+from labkit.canvas import freeze_layout
 from labkit.errors import InputError
 from labkit.provenance import code_digest
 from labkit.results import file_digest, read_sidecar, run_files
-from labkit.style import context, freeze_layout
+from labkit.style import context
 
 FORMATS = ("svg", "pdf", "png")
 # Everything between stored rows and ink. A change in one of these makes a figure stale.
 DRAWING_CODE = (
-    "acceptance.py", "acceptance_join.py", "acceptance_positions.py", "attention_table.py", "breakeven.py", "cost.py", "crossovers.py",
-    "curves.py", "figures.py", "intervals.py", "labels.py", "panels.py", "plots.py", "plots_acceptance.py", "plots_attention.py",
-    "rows.py", "shapes.py", "speedup.py", "step_costs.py", "style.py",
-)  # fmt: skip
+    *("acceptance.py", "acceptance_join.py", "acceptance_positions.py", "attention_table.py", "breakeven.py"),
+    *("canvas.py", "cost.py", "crossovers.py", "curves.py", "figures.py"),
+    *("intervals.py", "labels.py", "panels.py", "plots.py", "plots_acceptance.py"),
+    *("plots_attention.py", "rows.py", "shapes.py", "speedup.py", "step_costs.py"),
+    "style.py",
+)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from labkit.style import NOTE_SIZE, text_color
 def spread(
     targets: Sequence[float], sizes: Sequence[float], *, low: float = -np.inf, high: float = np.inf
 ) -> np.ndarray:
-    """Centres nearest to ``targets`` (least squares) of intervals of the given ``sizes`` that keep their order and never overlap.
+    """Centres nearest to ``targets`` (least squares) of intervals of ``sizes`` that keep their order without overlap.
 
     Pool-adjacent-violators on the targets shifted by the room that the intervals before them need; the result is
     clipped to ``[low, high]`` where it fits. Any unit; float64 ``[num_labels]`` in the order given.
@@ -92,7 +92,7 @@ class EndLabels(Artist):
         """Put every label where this renderer's text sizes want it, in display coordinates."""
         if not self.texts:
             return
-        box, pixel = self.host.bbox, float(renderer.points_to_pixels(1.0))
+        box, pixel = self.host.bbox, _pixel(renderer)
         ends = self.host.transData.transform(np.array(self.ends, dtype=float))
         heights = [text.get_window_extent(renderer).height + 1.0 * pixel for text in self.texts]
         targets = np.clip(ends[:, 1], box.y0, box.y1)
@@ -126,14 +126,14 @@ class EndLabels(Artist):
 
 @dataclass(frozen=True)
 class _Note:
-    """Lines of text that stay together, and the vertical stretch (x, low, high; data coordinates) that they belong to."""
+    """Lines of text that stay together, and the vertical stretch (x, low, high; data) that they belong to."""
 
     texts: tuple[Text, ...]
     stretch: tuple[float, float, float] | None
 
 
 class Notes(Artist):
-    """Notes inside an axes. Each takes the place that covers the fewest curves, bars and other notes, near what it belongs to."""
+    """Notes inside an axes. Each takes the place near its anchor that covers the fewest curves and other notes."""
 
     _STEPS = 28
 
@@ -159,7 +159,7 @@ class Notes(Artist):
         stretch: tuple[float, float, float] | None = None,
         size: float = NOTE_SIZE,
     ) -> None:
-        """Add a note of (text, colour) lines; near the vertical ``stretch`` (x, low, high) in data coordinates, or anywhere."""
+        """Add a note of (text, colour) lines near the vertical ``stretch`` (x, low, high; data), or anywhere."""
         texts = []
         for line, color in lines:
             text = Text(
@@ -172,7 +172,7 @@ class Notes(Artist):
 
     def place(self, renderer: RendererBase) -> None:
         """Choose a place for every note in turn, in display coordinates."""
-        pixel = float(renderer.points_to_pixels(1.0))
+        pixel = _pixel(renderer)
         placed: list[Bbox] = []
         for note in self.notes:
             obstacles = _obstacle_points(self.host, renderer, guides=note.stretch is None)
@@ -225,6 +225,11 @@ class Notes(Artist):
                 text.draw(renderer)
 
 
+def _pixel(renderer: RendererBase) -> float:
+    """One point in display units."""
+    return float(np.asarray(renderer.points_to_pixels(1.0)))
+
+
 def _fold(texts: Sequence[Text], width: float, renderer: RendererBase) -> None:
     """Break a note of one line before its bracket when it is wider than the axes, in display units."""
     if len(texts) == 1 and texts[0].get_window_extent(renderer).width > width:
@@ -232,11 +237,11 @@ def _fold(texts: Sequence[Text], width: float, renderer: RendererBase) -> None:
 
 
 def _obstacle_points(ax: Axes, renderer: RendererBase, *, guides: bool) -> np.ndarray:
-    """Points along the curves, error bars and texts of ``ax``, every few pixels, in display coordinates [num_points, 2].
+    """Points along the curves, error bars and texts of ``ax`` in display coordinates, float64 [num_points, 2].
 
     Lines whose gid is ``"guide"`` (drop lines, the ceiling) may be written over and count only with ``guides``.
     """
-    pixel = float(renderer.points_to_pixels(1.0))
+    pixel = _pixel(renderer)
     lines = [line for line in ax.get_lines() if line.get_visible() and (guides or line.get_gid() != "guide")]
     paths = [line.get_transform().transform(np.asarray(line.get_xydata(), dtype=float)) for line in lines]
     for collection in ax.collections:

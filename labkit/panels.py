@@ -6,17 +6,19 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from labkit.breakeven import Breakeven
+from labkit.canvas import add_header, add_legend, freeze_layout, new_figure
 from labkit.cost import floor_relative_cost
 from labkit.errors import InputError
 from labkit.plots import plot_breakeven, plot_speedup
 from labkit.shapes import model_shape
-from labkit.style import INK, TEXT_WIDTH_IN, add_header, add_legend, freeze_layout, new_figure, series_styles, styled
+from labkit.style import INK, TEXT_WIDTH_IN, series_styles, styled
 
 FACETS = ("num_speculative_tokens", "batch_size", "workload")
 _MAX_COLUMNS = 4
@@ -97,7 +99,7 @@ def figure_speedup(
 
 
 def breakeven_floor(cells: pd.DataFrame) -> pd.DataFrame:
-    """Break-even length if verify read weights and KV cache once (modelled), per context, batch size and k of ``cells``.
+    """Break-even length if verify read weights and KV cache once (modelled), per context, batch size and k.
 
     Columns context_len, batch_size, num_speculative_tokens, relative_step_cost, origin. Empty where the shape of the
     target or of the drafter is not known; an n-gram drafter costs nothing.
@@ -111,9 +113,14 @@ def breakeven_floor(cells: pd.DataFrame) -> pd.DataFrame:
         except InputError:
             continue
         cost = floor_relative_cost(
-            model, context_len=int(row["context_len"]), batch_size=int(row["batch_size"]), weight_dtype=row["weight_dtype"],
-            kv_dtype=row["kv_dtype"], num_speculative_tokens=int(row["num_speculative_tokens"]), draft_model=draft_model,
-        )  # fmt: skip
+            model,
+            context_len=int(row["context_len"]),
+            batch_size=int(row["batch_size"]),
+            weight_dtype=row["weight_dtype"],
+            kv_dtype=row["kv_dtype"],
+            num_speculative_tokens=int(row["num_speculative_tokens"]),
+            draft_model=draft_model,
+        )
         rows.append({name: row[name] for name in keys[2:5]} | {"relative_step_cost": cost, "origin": "modelled"})
     return pd.DataFrame(rows, columns=[*keys[2:5], "relative_step_cost", "origin"])
 
@@ -137,7 +144,13 @@ Draw = Callable[[Axes, pd.DataFrame, Mapping[str, Any], Mapping[str, Any]], None
 
 
 def _facets(
-    cells: pd.DataFrame, draw: Draw, *, panels: Sequence[str] | None, labels: Mapping[str, str] | None, width_in: float, title: str,
+    cells: pd.DataFrame,
+    draw: Draw,
+    *,
+    panels: Sequence[str] | None,
+    labels: Mapping[str, str] | None,
+    width_in: float,
+    title: str,
     baseline: str,
 ) -> Figure:  # fmt: skip
     """A grid of panels: the last of ``panels`` goes across, the one before down; a single one wraps."""
@@ -151,8 +164,8 @@ def _facets(
         raise InputError(
             f"panels: want at most two columns to split by; got {', '.join(panels)}; select one value of one of them"
         )
-    values = [sorted(cells[name].dropna().unique()) for name in panels]
-    grid = [[{}]] if not panels else _grid(panels, values, 1 if width_in <= 5 else _MAX_COLUMNS)
+    choices = [sorted(cells[name].dropna().unique()) for name in panels]
+    grid = [[{}]] if not panels else _grid(panels, choices, 1 if width_in <= 5 else _MAX_COLUMNS)
     num_rows, num_columns = len(grid), max(map(len, grid))
     several = "workload" not in panels and cells["workload"].nunique() > 1
     figure = new_figure(width_in, 0.95 + num_rows * (2.6 if several else 1.7 if num_columns > 2 else 2.0))
@@ -233,7 +246,7 @@ def _legend(figure: Figure, cells: pd.DataFrame) -> None:
     """What curves, markers and shading mean, in one row under the panels."""
     line = Line2D([], [], color=INK, linewidth=1.4)
     marker = Line2D([], [], color=INK, linewidth=0.7, marker="D", markersize=4.0)
-    entries = [
+    entries: list[tuple[Artist, str]] = [
         (line, "break-even length: step cost in plain decode steps"),
         (marker, "measured acceptance length, pays above the curve"),
     ]

@@ -15,26 +15,17 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from labkit.curves import crossing_text, interpolate, matching_curves, undecided_spans, value_at
+from labkit.canvas import axes_or_new
+from labkit.curves import by_name, crossing_text, interpolate, matching_curves, undecided_spans, value_at
 from labkit.errors import InputError
 from labkit.labels import EndLabels, Notes
-from labkit.style import (
-    INK,
-    MUTED,
-    SeriesStyle,
-    axes_or_new,
-    context_axis,
-    origin_style,
-    series_styles,
-    styled,
-    text_color,
-)
+from labkit.style import INK, MUTED, SeriesStyle, context_axis, origin_style, series_styles, styled, text_color
 
 # Origins that describe the acceptance length of a cell and not its cost.
 ACCEPTANCE_ORIGINS = ("transferred", "forced", "published", "cited")
 _MOST_NOTES = 3
 _ACCEPTANCE_MARKERS = ("D", "^", "v", "P", "X", "<", ">", "h")
-_LINES_WITHOUT_DATA = {"gid": "guide", "zorder": 1.5}
+_LINES_WITHOUT_DATA: dict[str, Any] = {"gid": "guide", "zorder": 1.5}
 
 
 @styled
@@ -169,8 +160,8 @@ def plot_speedup(
     ax.set_yscale("log", base=2)
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     ax.yaxis.set_minor_locator(NullLocator())
-    low, high = ax.get_ylim()
-    ax.set_ylim(min(0.47, low), max(2.13, high))
+    bottom, top = ax.get_ylim()
+    ax.set_ylim(min(0.47, bottom), max(2.13, top))
     ax.set_ylabel("speed-up over plain decode")
     return ax
 
@@ -206,8 +197,18 @@ def _origin(cells: pd.DataFrame, *, acceptance: bool) -> str:
 
 def _markers(ax: Axes, x: Any, y: Any, color: str, marker: str, hollow: bool, size: float = 3.6) -> None:
     face = "white" if hollow else color
-    ax.plot(x, y, linestyle="none", marker=marker, markersize=size, markerfacecolor=face, markeredgecolor=color,
-            markeredgewidth=0.9, clip_on=False, zorder=3)  # fmt: skip
+    ax.plot(
+        x,
+        y,
+        linestyle="none",
+        marker=marker,
+        markersize=size,
+        markerfacecolor=face,
+        markeredgecolor=color,
+        markeredgewidth=0.9,
+        clip_on=False,
+        zorder=3,
+    )
 
 
 def _draw_cost(ax: Axes, curve: pd.DataFrame, style: SeriesStyle, below: Rectangle) -> None:
@@ -238,12 +239,12 @@ def _draw_acceptance(ax: Axes, cells: pd.DataFrame, by: str, texts: Mapping[str,
     """Measured lengths as markers with bars, joined by a thin line; imposed or cited ones as a labelled line."""
     known = cells[cells["mean_acceptance_length"].notna()]
     several = known[by].nunique(dropna=False) > 1
-    for number, (name, rows) in enumerate(known.groupby(by, dropna=False, sort=False)):
+    for number, (name, rows) in enumerate(by_name(known, by)):
         rows = rows.sort_values("context_len").drop_duplicates("context_len")
         origin = origin_style(_origin(rows, acceptance=True))
         x, y = rows["context_len"].to_numpy(float), rows["mean_acceptance_length"].to_numpy(float)
         fine, (middle,) = interpolate(x, rows, ["mean_acceptance_length"])
-        text = texts.get(str(name), str(name).replace("_", " ")) if several else "accepted"
+        text = texts.get(name, name.replace("_", " ")) if several else "accepted"
         if origin.note in ("imposed", "published", "cited"):
             ax.plot(fine, middle, color=INK, linewidth=1.0, linestyle=origin.linestyle)
             ends.add(x[-1], y[-1], f"{origin.note} {y[-1]:.3g}", color=INK)
@@ -282,15 +283,24 @@ def _shade_undecided(ax: Axes, cells: pd.DataFrame, color: str, acceptance: str)
 def _draw_crossings(
     ax: Axes, curves: Sequence[tuple[Mapping[str, Any], pd.DataFrame]], color: str, acceptance: str
 ) -> list[tuple[str, Mapping[str, Any], tuple[float, float, float]]]:
-    """Drop lines of one backend. Returns (value of ``acceptance``, crossing, (x, low, high) of the drop line) of each."""
+    """Drop lines of one backend. Returns (value of ``acceptance``, crossing, (x, low, high) of the line) of each."""
     found = []
     for curve, rows in curves:
         for crossing in curve["crossovers"]:
             x, bottom = crossing["context_len"], ax.get_ylim()[0]
             y = float(value_at(np.array([x]), rows, "relative_step_cost")[0])
             ax.plot([x, x], [bottom, y], color=color, linewidth=0.7, **_LINES_WITHOUT_DATA)
-            ax.plot([x], [y], linestyle="none", marker="o", markersize=4.4, markerfacecolor="none", markeredgecolor=color,
-                    markeredgewidth=0.9, zorder=4)  # fmt: skip
+            ax.plot(
+                [x],
+                [y],
+                linestyle="none",
+                marker="o",
+                markersize=4.4,
+                markerfacecolor="none",
+                markeredgecolor=color,
+                markeredgewidth=0.9,
+                zorder=4,
+            )
             found.append((str(curve.get(acceptance) or ""), crossing, (x, bottom, y)))
     return found
 
@@ -321,9 +331,30 @@ def _mark_off_scale(ax: Axes, cells: pd.DataFrame, style: SeriesStyle, ceiling: 
     if (above["verdict"] == "cannot_pay").any():
         last = above[above["verdict"] == "cannot_pay"].iloc[-1]
     x, top = last["context_len"], ax.get_ylim()[1]
-    ax.annotate("", (x, top), (x, ceiling), arrowprops={"arrowstyle": "-|>", "color": style.color, "linewidth": 1.0,
-                "mutation_scale": 7, "shrinkA": 0, "shrinkB": 0}, annotation_clip=False)  # fmt: skip
+    ax.annotate(
+        "",
+        (x, top),
+        (x, ceiling),
+        arrowprops={
+            "arrowstyle": "-|>",
+            "color": style.color,
+            "linewidth": 1.0,
+            "mutation_scale": 7,
+            "shrinkA": 0,
+            "shrinkB": 0,
+        },
+        annotation_clip=False,
+    )
     text = f"needs {last['relative_step_cost']:.1f}"
     text += ", cannot pay" if last["verdict"] == "cannot_pay" else ""
-    ax.annotate(text, (x, ceiling + offset), (-5, 0), textcoords="offset points", ha="right", va="center", size=6.5,
-                color=text_color(style.color), annotation_clip=False)  # fmt: skip
+    ax.annotate(
+        text,
+        (x, ceiling + offset),
+        (-5, 0),
+        textcoords="offset points",
+        ha="right",
+        va="center",
+        size=6.5,
+        color=text_color(style.color),
+        annotation_clip=False,
+    )

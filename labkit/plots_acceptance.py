@@ -11,24 +11,12 @@ from matplotlib.lines import Line2D
 
 from labkit.acceptance import acceptance_table
 from labkit.acceptance_positions import position_table
-from labkit.curves import interpolate
+from labkit.canvas import add_header, add_legend, axes_or_new, freeze_layout, new_figure
+from labkit.curves import by_name, interpolate
 from labkit.errors import InputError
 from labkit.labels import EndLabels
 from labkit.rows import distinct, ok_rows
-from labkit.style import (
-    INK,
-    TEXT_WIDTH_IN,
-    SeriesStyle,
-    add_header,
-    add_legend,
-    axes_or_new,
-    context_axis,
-    freeze_layout,
-    new_figure,
-    origin_style,
-    series_styles,
-    styled,
-)
+from labkit.style import INK, TEXT_WIDTH_IN, SeriesStyle, context_axis, origin_style, series_styles, styled
 
 
 @dataclass(frozen=True)
@@ -84,7 +72,7 @@ def plot_acceptance_by_position(
     table = position_table(df, (hue,), definition=definition)
     styles = styles or series_styles(table[hue].drop_duplicates())
     ends = EndLabels(ax)
-    for name, rows in table.groupby(hue, sort=False):
+    for name, rows in by_name(table, hue):
         style = styles[name]
         rows = rows[rows["rate"].notna()]
         ax.fill_between(
@@ -132,7 +120,7 @@ def plot_acceptance_by_workload(
     table = acceptance_table(df, by=[hue, "origin"])
     table = table[table[how.column].notna()].sort_values(how.column, kind="stable").reset_index(drop=True)
     styles = styles or series_styles(table[hue].drop_duplicates())
-    for y, row in table.iterrows():
+    for y, row in enumerate(table.to_dict("records")):
         style, middle = styles[row[hue]], row[how.column] - how.offset
         if f"{how.column}_low" in table:
             ends = [row[f"{how.column}_low"] - how.offset, row[f"{how.column}_high"] - how.offset]
@@ -147,8 +135,16 @@ def plot_acceptance_by_workload(
             markerfacecolor="white" if hollow else None,
         )
         if definition == "pooled":
-            ax.plot([row["mean_acceptance_length_of_prompts"]], [y - 0.22], marker="o", markersize=2.6, color=INK, markerfacecolor="white",
-                    markeredgewidth=0.7, zorder=3)  # fmt: skip
+            ax.plot(
+                [row["mean_acceptance_length_of_prompts"]],
+                [y - 0.22],
+                marker="o",
+                markersize=2.6,
+                color=INK,
+                markerfacecolor="white",
+                markeredgewidth=0.7,
+                zorder=3,
+            )
     ax.set_yticks(range(len(table)), [_text(name, labels) for name in table[hue]])
     ax.set_ylim(-0.6, len(table) - 0.4)
     ax.set_xlim(*((0, 1) if definition == "rate" else (1 - how.offset, k + 1 - how.offset)))
@@ -183,7 +179,7 @@ def plot_acceptance_by_context(
     styles = styles or series_styles(table[hue].drop_duplicates())
     context_axis(ax, table["context_len"].min(), table["context_len"].max())
     ends = EndLabels(ax)
-    for name, curve in table.groupby(hue, sort=False):
+    for name, curve in by_name(table, hue):
         curve, style = curve.sort_values("context_len"), styles[name]
         x, y = curve["context_len"].to_numpy(float), curve[how.column].to_numpy(float) - how.offset
         hollow = not origin_style(curve["origin"].iloc[0]).filled
@@ -195,8 +191,16 @@ def plot_acceptance_by_context(
             ax.errorbar(x, y, yerr=np.nan_to_num(bars), fmt="none", ecolor=style.color, elinewidth=0.9, capsize=1.8)
         fine, (middle,) = interpolate(x, curve, [how.column])
         ax.plot(fine, middle - how.offset, color=style.color, linewidth=1.0)
-        ax.plot(x, y, linestyle="none", marker=style.marker, markersize=4.2, color=style.color, clip_on=False,
-                markerfacecolor="white" if hollow else None)  # fmt: skip
+        ax.plot(
+            x,
+            y,
+            linestyle="none",
+            marker=style.marker,
+            markersize=4.2,
+            color=style.color,
+            clip_on=False,
+            markerfacecolor="white" if hollow else None,
+        )
         ends.add(x[-1], y[-1], _text(name, labels), color=style.color)
     ax.set_ylim(*((0, 1) if definition == "rate" else (1 - how.offset, k + 1 - how.offset)))
     ax.set_ylabel(how.label)
@@ -229,9 +233,10 @@ def figure_acceptance(
         That k was not measured, an unknown definition, or rows of several targets, drafters or temperatures.
     """
     ks = distinct(df, "num_speculative_tokens")
-    k = ks[-1] if num_speculative_tokens is None and ks else num_speculative_tokens
-    if k not in ks:
-        raise InputError(f"num_speculative_tokens: want one of {', '.join(map(str, ks))}; got {k}")
+    if not ks or num_speculative_tokens not in (None, *ks):
+        wanted = ", ".join(f"{value:g}" for value in ks) or "rows that have one"
+        raise InputError(f"num_speculative_tokens: want one of {wanted}; got {num_speculative_tokens}")
+    k = int(ks[-1] if num_speculative_tokens is None else num_speculative_tokens)
     rows = df[df["num_speculative_tokens"] == k]
     for name in ("target", "drafter", "temperature"):
         if len(distinct(rows, name)) > 1:

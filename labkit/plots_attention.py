@@ -1,10 +1,12 @@
 """What verify attention costs: time per layer against context beside its floor, and the share of the read bandwidth."""
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -12,21 +14,11 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from labkit.attention_table import attention_table, fitting_context, kernel_segments, read_bandwidths, slope_us_per_1k
+from labkit.canvas import add_header, add_legend, axes_or_new, freeze_layout, new_figure
+from labkit.curves import by_name
 from labkit.errors import InputError
 from labkit.labels import EndLabels, Notes
-from labkit.style import (
-    INK,
-    TEXT_WIDTH_IN,
-    SeriesStyle,
-    add_header,
-    add_legend,
-    axes_or_new,
-    context_axis,
-    freeze_layout,
-    new_figure,
-    series_styles,
-    styled,
-)
+from labkit.style import INK, TEXT_WIDTH_IN, SeriesStyle, context_axis, series_styles, styled
 
 _DASHED = (0, (3.0, 1.6))
 Bandwidth = float | Mapping[str, float] | None
@@ -43,7 +35,7 @@ def plot_attention_time(
     labels: Mapping[str, str] | None = None,
     styles: Mapping[str, SeriesStyle] | None = None,
 ) -> Axes:
-    """Attention time of one layer against context, per backend: solid at ``q_len``, thin dashes at q_len 1, floor black.
+    """Attention time of one layer against context: solid at ``q_len``, thin dashes at q_len 1, floor black.
 
     Bands are the 20th to 80th percentile of the samples. A curve breaks, with a tag, where the kernel that ran
     changes. The end label has the slope in us per 1,024 tokens, of the last kernel where it changed.
@@ -69,7 +61,7 @@ def plot_attention_time(
     _prepare(ax, table, cache_bytes)
     ends, notes = EndLabels(ax), Notes(ax)
     styles = styles or series_styles(table["backend"].drop_duplicates())
-    for backend, rows in table.groupby("backend", sort=False):
+    for backend, rows in by_name(table, "backend"):
         style = styles[backend]
         for at, thin in ((1, True), (q_len, False)):
             curve = rows[rows["q_len"] == at]
@@ -128,7 +120,7 @@ def plot_bandwidth_share(
     styles = styles or series_styles(table["backend"].drop_duplicates())
     ax.axhline(1.0, color="0.0", linewidth=1.2, gid="guide", zorder=1.5)
     ends.add(ax.get_xlim()[1], 1.0, "read bandwidth", color="0.0")
-    for backend, rows in table.groupby("backend", sort=False):
+    for backend, rows in by_name(table, "backend"):
         for at, thin in ((1, True), (q_len, False)):
             if thin and q_len == 1:
                 continue
@@ -178,7 +170,10 @@ def figure_attention(
     caches = {values["cache_bytes"] for values in calibrations if values.get("cache_bytes")}
     table = attention_table(df, bandwidth)
     options: dict[str, Any] = {
-        "q_len": _verify_q_len(table, q_len), "read_gb_per_s": bandwidth, "cache_bytes": max(caches, default=None), "labels": labels,
+        "q_len": _verify_q_len(table, q_len),
+        "read_gb_per_s": bandwidth,
+        "cache_bytes": max(caches, default=None),
+        "labels": labels,
         "styles": series_styles(table["backend"].drop_duplicates()),
     }  # fmt: skip
     draws = [plot_attention_time] + ([plot_bandwidth_share] if table["share"].notna().any() else [])
@@ -191,7 +186,9 @@ def figure_attention(
         if stacked and ax is not axes[-1]:
             ax.set_xlabel("")
     add_header(figure, title, _describe(df, bandwidth, labels))
-    entries = [(Line2D([], [], color=INK, linewidth=1.4), f"verify, q_len {options['q_len']}")]
+    entries: list[tuple[Artist, str]] = [
+        (Line2D([], [], color=INK, linewidth=1.4), f"verify, q_len {options['q_len']}")
+    ]
     if options["q_len"] > 1 and (table["q_len"] == 1).any():
         entries.append((Line2D([], [], color=INK, linewidth=0.8, linestyle=_DASHED), "decode, q_len 1"))
     if table["floor_us"].notna().any():
@@ -228,8 +225,18 @@ def _prepare(ax: Axes, table: pd.DataFrame, cache_bytes: float | None) -> None:
 def _draw_line(ax: Axes, part: pd.DataFrame, column: str, style: SeriesStyle, thin: bool) -> None:
     width, dashes, size = (0.8, _DASHED, 2.2) if thin else (1.4, "-", 3.4)
     ax.plot(part["context_len"], part[column], color=style.color, linewidth=width, linestyle=dashes)
-    ax.plot(part["context_len"], part[column], linestyle="none", marker=style.marker, markersize=size, color=style.color,
-            markerfacecolor="white" if thin else style.color, markeredgewidth=0.7, clip_on=False, zorder=3)  # fmt: skip
+    ax.plot(
+        part["context_len"],
+        part[column],
+        linestyle="none",
+        marker=style.marker,
+        markersize=size,
+        color=style.color,
+        markerfacecolor="white" if thin else style.color,
+        markeredgewidth=0.7,
+        clip_on=False,
+        zorder=3,
+    )
 
 
 def _draw_time(ax: Axes, curve: pd.DataFrame, style: SeriesStyle, thin: bool) -> None:
@@ -241,7 +248,7 @@ def _draw_time(ax: Axes, curve: pd.DataFrame, style: SeriesStyle, thin: bool) ->
 
 
 def _tag_kernels(segments: list[pd.DataFrame], column: str, style: SeriesStyle, notes: Notes) -> None:
-    for before, after in zip(segments[:-1], segments[1:], strict=True):
+    for before, after in pairwise(segments):
         left, right = before.iloc[-1], after.iloc[0]
         x = float(np.sqrt(left["context_len"] * right["context_len"]))
         low, high = sorted((left[column], right[column]))

@@ -1,24 +1,19 @@
-"""How every figure looks: rc context, palette, origins, the context axis, a figure with a header.
+"""How every figure looks: rc context, palette, origins, numbers as text, the context axis.
 
 The same rc context has to surround drawing *and* saving: matplotlib makes ticks and embeds fonts only when it saves,
 and outside the context it silently falls back to Type 3 fonts and outlined text.
 """
 
 import functools
-import io
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
 import matplotlib.style
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
-from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
 
 COLUMN_WIDTH_IN = 3.4
@@ -95,7 +90,7 @@ class SeriesStyle:
 
 @dataclass(frozen=True)
 class OriginStyle:
-    """How a number of this origin is drawn: ``linestyle`` of its curve, ``filled`` or hollow markers, ``note`` beside its label."""
+    """How numbers of one origin are drawn: line style, filled or hollow markers, ``note`` beside the label."""
 
     linestyle: str | tuple[int, tuple[float, ...]]
     filled: bool
@@ -122,7 +117,7 @@ R = TypeVar("R")
 
 
 def context() -> AbstractContextManager[None]:
-    """The rc context of every figure: matplotlib's defaults plus `RC`, so that a user's matplotlibrc changes nothing."""
+    """The rc context of every figure: matplotlib's defaults plus `RC`, whatever a user's matplotlibrc says."""
     return matplotlib.style.context(["default", dict(RC)])
 
 
@@ -217,7 +212,7 @@ def context_ticks(low: float, high: float, *, max_ticks: int = 6) -> list[int]:
 
 
 def context_axis(ax: Axes, low: float, high: float, *, label: bool = True, max_ticks: int = 6) -> None:
-    """Make x a log2 axis over ``low`` to ``high`` tokens with ticks like ``1K 4K 16K`` and unlabelled minor ticks at every octave."""
+    """Make x a log2 axis over ``low`` to ``high`` tokens with ticks like ``1K 4K 16K`` and a minor tick per octave."""
     pad = 0.04 * max(1.0, math.log2(high / low))
     ax.set_xscale("log", base=2)
     low, high = low * 2**-pad, high * 2**pad
@@ -232,99 +227,7 @@ def context_axis(ax: Axes, low: float, high: float, *, label: bool = True, max_t
         ax.set_xlabel("context length (tokens)")
 
 
-class StyledFigure(Figure):
-    """A figure that shows itself in a notebook as it will be saved: inside the rc context and uncropped."""
-
-    def _repr_png_(self) -> bytes:
-        buffer = io.BytesIO()
-        with context():
-            self.savefig(buffer, format="png", dpi=150)
-        return buffer.getvalue()
-
-
-def new_figure(width_in: float, height_in: float) -> Figure:
-    """An empty constrained-layout figure outside pyplot, so that nothing stays open in a batch."""
-    figure = StyledFigure(figsize=(width_in, height_in), layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.get_layout_engine().set(w_pad=0.04, h_pad=0.04, wspace=0.03, hspace=0.04)  # type: ignore[union-attr]
-    return figure
-
-
 def text_color(color: str) -> tuple[float, float, float]:
     """A darker shade of a line colour: letters are thinner than lines and need more contrast on white."""
     red, green, blue = to_rgb(color)
     return (0.74 * red, 0.74 * green, 0.74 * blue)
-
-
-def axes_or_new(ax: Axes | None) -> Axes:
-    """``ax``, or the axes of a new pyplot figure of column width (pyplot, so that a bare call in a notebook shows it)."""
-    if ax is not None:
-        return ax
-    from matplotlib import pyplot
-
-    figure = pyplot.figure(figsize=(COLUMN_WIDTH_IN, 2.6), layout="constrained")
-    return figure.add_subplot()
-
-
-def add_header(figure: Figure, title: str, subtitle: str = "") -> None:
-    """Write a bold title and a wrapped subtitle above the panels, flush left, and keep the layout clear of them."""
-    width_in, height_in = figure.get_size_inches()
-    margin_in = 0.06
-    y_in = height_in - margin_in
-    for text, size, color, weight in ((title, 9.0, "0.0", "bold"), (subtitle, 7.0, MUTED, "normal")):
-        for line in _wrap(figure, text, size, weight, width_in - 2 * margin_in):
-            figure.text(
-                margin_in / width_in, y_in / height_in, line,
-                size=size, color=color, weight=weight, ha="left", va="top", in_layout=False,
-            )  # fmt: skip
-            y_in -= 1.32 * size / 72
-        y_in -= 0.02
-    engine = figure.get_layout_engine()
-    if isinstance(engine, ConstrainedLayoutEngine):
-        engine.set(rect=(0.0, 0.0, 1.0, (y_in - 0.02) / height_in))
-
-
-def freeze_layout(figure: Figure) -> None:
-    """Lay out once and keep it: repeated layouts differ in the last digits, and so would saved files.
-
-    ``figure.set_layout_engine("constrained")`` makes a frozen figure flow again.
-    """
-    if figure.get_layout_engine() is not None:
-        figure.draw_without_rendering()
-        figure.draw_without_rendering()
-        figure.set_layout_engine("none")
-
-
-def add_legend(figure: Figure, entries: Sequence[tuple[Artist, str]]) -> None:
-    """A legend under the panels, in as few rows as the width allows."""
-    renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
-    for columns in range(len(entries), 0, -1):
-        legend = figure.legend(
-            *zip(*entries, strict=True), loc="outside lower left", ncols=columns, frameon=False, fontsize=NOTE_SIZE,
-            handlelength=1.8, columnspacing=1.6, handletextpad=0.6, labelspacing=0.3, borderaxespad=0.2, borderpad=0.3,
-        )  # fmt: skip
-        if columns == 1 or legend.get_window_extent(renderer).width < 0.97 * figure.bbox.width:
-            break
-        legend.remove()
-
-
-def _wrap(figure: Figure, text: str, size: float, weight: str, width_in: float) -> list[str]:
-    """Break ``text`` at ' · ', and what is still too long at blanks, so that lines fit ``width_in`` by their real width."""
-    renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
-    probe = figure.text(0, 0, "", size=size, weight=weight)
-
-    def fits(line: str) -> bool:
-        probe.set_text(line)
-        return bool(probe.get_window_extent(renderer).width <= 0.98 * width_in * figure.dpi)
-
-    lines: list[str] = []
-    for part in text.split(" · ") if text else []:
-        if lines and fits(f"{lines[-1]} · {part}"):
-            lines[-1] = f"{lines[-1]} · {part}"
-            continue
-        lines.append("")
-        for word in part.split(" "):
-            candidate = f"{lines[-1]} {word}".strip()
-            lines[-1:] = [candidate] if fits(candidate) or not lines[-1] else [lines[-1], word]
-    probe.remove()
-    return lines

@@ -15,7 +15,7 @@ RUN_ID = "20260131T120000Z-{}"
 
 @dataclass(frozen=True)
 class World:
-    """A machine, a model and texts. Times in ms: ``base_ms`` without attention, ``kv_us`` per 1K tokens of one KV read."""
+    """A machine, a model, texts. ``base_ms`` is a step without attention, ``kv_us`` one KV read of 1K tokens."""
 
     gpu: str
     target: str
@@ -44,15 +44,36 @@ class World:
 
 
 CPU = World(
-    gpu="cpu-amd-epyc", target="smollm2-135m", drafter="ngram", contexts=(512, 2048, 6144), ks=(2, 4),
-    backends=("sdpa", "per_token"), workloads={"code_editing": 0.78, "prose": 0.30}, drafted_share=0.75,
-    base_ms=24.0, kv_us=2600.0, decay=0.03,
-)  # fmt: skip
+    gpu="cpu-amd-epyc",
+    target="smollm2-135m",
+    drafter="ngram",
+    contexts=(512, 2048, 6144),
+    ks=(2, 4),
+    backends=("sdpa", "per_token"),
+    workloads={"code_editing": 0.78, "prose": 0.30},
+    drafted_share=0.75,
+    base_ms=24.0,
+    kv_us=2600.0,
+    decay=0.03,
+)
 GPU = World(
-    gpu="nvidia-h200", target="qwen3-32b", drafter="eagle3", contexts=(1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072),
-    ks=(7,), backends=("triton_split", "per_token", "triton_nosplit"), workloads={"code_editing": 0.84, "chat": 0.66, "prose": 0.52},
-    batch_sizes=(1, 8), base_ms=19.0, kv_us=90.0, draft_ms=4.5, dtype="bfloat16", decay=0.012, noise=0.03, num_rounds=12, num_prompts=24,
-)  # fmt: skip
+    gpu="nvidia-h200",
+    target="qwen3-32b",
+    drafter="eagle3",
+    contexts=(1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072),
+    ks=(7,),
+    backends=("triton_split", "per_token", "triton_nosplit"),
+    workloads={"code_editing": 0.84, "chat": 0.66, "prose": 0.52},
+    batch_sizes=(1, 8),
+    base_ms=19.0,
+    kv_us=90.0,
+    draft_ms=4.5,
+    dtype="bfloat16",
+    decay=0.012,
+    noise=0.03,
+    num_rounds=12,
+    num_prompts=24,
+)
 
 
 def loop_rows(world: World, seed: int = 0) -> pd.DataFrame:
@@ -71,17 +92,42 @@ def loop_rows(world: World, seed: int = 0) -> pd.DataFrame:
                         for decode in world.backends:
                             slow = 1.15 if decode == "triton_nosplit" else 1.0
                             time = (world.base_ms + attention * slow) * drift * np.exp(rng.normal(0, world.noise))
-                            rows.append({**plain, "arm": "plain", "decode_backend": decode, "num_drafted_tokens": 0, "q_len": 1,
-                                         "group": group, "round": round_, "batch_size": batch_size, "context_len": context_len,
-                                         "num_speculative_tokens": k, "step_ms": time})  # fmt: skip
+                            rows.append(
+                                {
+                                    **plain,
+                                    "arm": "plain",
+                                    "decode_backend": decode,
+                                    "num_drafted_tokens": 0,
+                                    "q_len": 1,
+                                    "group": group,
+                                    "round": round_,
+                                    "batch_size": batch_size,
+                                    "context_len": context_len,
+                                    "num_speculative_tokens": k,
+                                    "step_ms": time,
+                                }
+                            )
                         for j in range(k + 1):
                             reads = 1 + rereads[backend] * j
                             time = world.base_ms * (1 + 0.02 * j) + attention * reads + world.draft_ms
                             time *= drift * np.exp(rng.normal(0, world.noise))
-                            rows.append({"arm": "speculative", "verify_backend": backend, "decode_backend": None, "drafter": world.drafter,
-                                         "draft_backend": None, "num_drafted_tokens": j, "q_len": j + 1, "group": group, "round": round_,
-                                         "batch_size": batch_size, "context_len": context_len, "num_speculative_tokens": k,
-                                         "step_ms": time})  # fmt: skip
+                            rows.append(
+                                {
+                                    "arm": "speculative",
+                                    "verify_backend": backend,
+                                    "decode_backend": None,
+                                    "drafter": world.drafter,
+                                    "draft_backend": None,
+                                    "num_drafted_tokens": j,
+                                    "q_len": j + 1,
+                                    "group": group,
+                                    "round": round_,
+                                    "batch_size": batch_size,
+                                    "context_len": context_len,
+                                    "num_speculative_tokens": k,
+                                    "step_ms": time,
+                                }
+                            )
     frame = pd.DataFrame(rows)
     frame["sample"] = np.arange(len(frame))
     common = {
@@ -95,7 +141,7 @@ def loop_rows(world: World, seed: int = 0) -> pd.DataFrame:
 
 
 def acceptance_rows(world: World, seed: int = 0) -> pd.DataFrame:
-    """One row per workload, prompt, k and context band; a step drafts k tokens or, with an n-gram drafter, sometimes none."""
+    """One row per workload, prompt, k and context band; a step drafts k tokens or, with n-grams, sometimes none."""
     rng = np.random.default_rng(seed + 1)
     edges = [*world.contexts, 2 * world.contexts[-1]]
     rows = []
@@ -109,15 +155,32 @@ def acceptance_rows(world: World, seed: int = 0) -> pd.DataFrame:
                     drafted = np.where(rng.random(60) < world.drafted_share, k, 0)
                     kept = np.minimum(rng.geometric(1 - chance, size=60) - 1, drafted)
                     counts = AcceptanceCounts.from_steps(zip(drafted.tolist(), kept.tolist(), strict=True), k)
-                    rows.append({**counts.columns(), "workload": workload, "prompt_id": f"{workload}-{prompt}", "temperature": 0.0,
-                                 "seed": 0, "context_len_low": low, "context_len_high": edges[index + 1],
-                                 "num_output_tokens": 61 + counts.num_accepted_tokens, "num_prompt_tokens": low,
-                                 "context_len": low + 40.0, "prompt_digest": f"{workload}{prompt}{low}",
-                                 "repeated_ngram_share": keep / 2})  # fmt: skip
+                    rows.append(
+                        {
+                            **counts.columns(),
+                            "workload": workload,
+                            "prompt_id": f"{workload}-{prompt}",
+                            "temperature": 0.0,
+                            "seed": 0,
+                            "context_len_low": low,
+                            "context_len_high": edges[index + 1],
+                            "num_output_tokens": 61 + counts.num_accepted_tokens,
+                            "num_prompt_tokens": low,
+                            "context_len": low + 40.0,
+                            "prompt_digest": f"{workload}{prompt}{low}",
+                            "repeated_ngram_share": keep / 2,
+                        }
+                    )
     frame = pd.DataFrame(rows).assign(
-        target=world.target, drafter=world.drafter, weight_dtype=world.dtype, kv_dtype=world.dtype, verify_backend=world.backends[0],
-        origin="measured", group="all", round=0,
-    )  # fmt: skip
+        target=world.target,
+        drafter=world.drafter,
+        weight_dtype=world.dtype,
+        kv_dtype=world.dtype,
+        verify_backend=world.backends[0],
+        origin="measured",
+        group="all",
+        round=0,
+    )
     frame["sample"] = 0
     return _finished(frame, world, "acceptance")
 
@@ -145,14 +208,38 @@ def attention_rows(
                     overhead_us += 6.0 if context_len > 8192 else context_len / 8192 * 30
                 for round_ in range(9):
                     time_us = (overhead_us + max(serial_us, 1.18 * reads * ideal_us)) * np.exp(rng.normal(0, 0.02))
-                    rows.append({"backend": backend, "variant": None, "resolved_kernel": kernel, "phase": "decode" if q_len == 1 else "verify",
-                                 "batch_size": 1, "q_len": q_len, "context_len": float(context_len), "context_len_max": context_len,
-                                 "round": round_, "sample": 0, "group": f"{context_len}/{q_len}", "attention_ms": time_us / 1e3,
-                                 "kv_bytes_read": kv_bytes, "gb_per_s": unique / time_us / 1e3, "error": 1e-6})  # fmt: skip
+                    rows.append(
+                        {
+                            "backend": backend,
+                            "variant": None,
+                            "resolved_kernel": kernel,
+                            "phase": "decode" if q_len == 1 else "verify",
+                            "batch_size": 1,
+                            "q_len": q_len,
+                            "context_len": float(context_len),
+                            "context_len_max": context_len,
+                            "round": round_,
+                            "sample": 0,
+                            "group": f"{context_len}/{q_len}",
+                            "attention_ms": time_us / 1e3,
+                            "kv_bytes_read": kv_bytes,
+                            "gb_per_s": unique / time_us / 1e3,
+                            "error": 1e-6,
+                        }
+                    )
     frame = pd.DataFrame(rows).assign(
-        num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, page_size=16, page_order="permuted", q_dtype=world.dtype,
-        kv_dtype=world.dtype, mask="causal", launch_mode="eager", l2_state="cold", origin="measured",
-    )  # fmt: skip
+        num_qo_heads=num_qo_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        page_size=16,
+        page_order="permuted",
+        q_dtype=world.dtype,
+        kv_dtype=world.dtype,
+        mask="causal",
+        launch_mode="eager",
+        l2_state="cold",
+        origin="measured",
+    )
     return _finished(frame, world, "attention")
 
 

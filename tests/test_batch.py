@@ -8,8 +8,9 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
-from labkit.batch import PRESETS, STATUSES, Verdict, failed, preset_parameters, run_batch
+from labkit.batch import PRESETS, failed, preset_parameters, run_batch
 from labkit.errors import InputError
+from labkit.notebook_run import STATUSES, Verdict
 
 PARAMETERS = 'source: str = "committed"  # or "run"\nout_dir: str = ""  # measured data'
 

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from labkit import style
+from labkit import canvas, style
 from labkit.acceptance_positions import position_table
 from labkit.attention_table import attention_table, fitting_context, kernel_segments, slope_us_per_1k
 from labkit.breakeven import breakeven
@@ -46,7 +46,7 @@ def gpu():
 @pytest.fixture
 def ax() -> Axes:
     with style.context():
-        return style.new_figure(3.4, 2.6).add_subplot()
+        return canvas.new_figure(3.4, 2.6).add_subplot()
 
 
 def artists(ax: Axes, kind: type) -> list:
@@ -307,7 +307,7 @@ def test_modelled_costs_are_dashed_and_imposed_lengths_are_labelled_lines(ax):
     cells = one(result.cells, num_speculative_tokens=4)
     plot_breakeven(cells, ax=ax)
     assert "imposed 2.5" in end_texts(ax)
-    other = style.new_figure(3.4, 2.6).add_subplot()
+    other = canvas.new_figure(3.4, 2.6).add_subplot()
     plot_breakeven(cells.assign(origin="modelled"), ax=other)
     assert {line.get_linestyle() for line in curves(other)} == {"--"}
 
@@ -486,7 +486,7 @@ def test_positions_match_the_counts():
 @pytest.mark.parametrize("definition", DEFINITIONS)
 def test_definition_is_on_the_axis(definition):
     rows = one(acceptance_rows(CPU), num_speculative_tokens=4)
-    first, second = style.new_figure(7, 3).subplots(1, 2)
+    first, second = canvas.new_figure(7, 3).subplots(1, 2)
     plot_acceptance_by_workload(rows, ax=first, definition=definition)
     plot_acceptance_by_context(rows, ax=second, definition=definition)
     assert first.get_xlabel() == second.get_ylabel() == DEFINITIONS[definition].label
