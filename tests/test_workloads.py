@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from labkit import workloads
+from labkit import filler
 from labkit.errors import InputError
 from labkit.workloads import (
     CONTEXT_TOLERANCE,
@@ -303,10 +303,10 @@ def test_bad_workload():
 
 
 def test_missing_standard_library_source_is_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(workloads.filler_text.__globals__["importlib"].util, "find_spec", lambda name: None)
-    workloads.filler_text.__globals__["_passages"].cache_clear()
+    monkeypatch.setattr(filler.importlib.util, "find_spec", lambda name: None)
+    filler._passages.cache_clear()
     with pytest.raises(InputError, match="the source of the standard module argparse, which is not installed"):
-        workloads.filler_text("code", order="0")
+        filler.filler_text("code", order="0")
 
 
 def test_no_torch():
