@@ -121,7 +121,9 @@ def export_html(executed: Path, html: Path) -> None:
 
     notebook = nbformat.read(executed, as_version=4)
     notebook.metadata.pop("widgets", None)
-    exporter = HTMLExporter(mathjax_url="", require_js_url="", jquery_url="", mermaid_js_url="")
+    exporter = HTMLExporter(
+        mathjax_url="", require_js_url="", jquery_url="", mermaid_js_url="", mermaid_layout_elk_js_url=""
+    )
     body, _ = exporter.from_notebook_node(notebook, resources={"metadata": {"name": executed.stem}})
     _replace(html, body)
 
