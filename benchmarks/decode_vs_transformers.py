@@ -1,8 +1,8 @@
 """Plain greedy decode of labkit's decoder against ``transformers.generate`` on the same SmolLM2 weights, on the CPU.
 
-Both generate from the same prompt in interleaved rounds, so drift of the machine hits both. The prefill is taken out: a
-run of 1 token is subtracted from the run of all tokens. Beside the ratio stand the read bandwidth of this process (a plain
-sum over memory), the time to read the weights and the keys at that rate, and the share of that floor that is reached.
+Both generate from the same prompt in interleaved rounds, so drift of the machine hits both. The prefill is taken out:
+a run of 1 token is subtracted from the run of all tokens. Beside the ratio stand the read bandwidth of this process (a
+plain sum over memory), the time to read weights and keys at that rate, and the share of that floor that is reached.
 
     python benchmarks/decode_vs_transformers.py --dtype float32 bfloat16 --rounds 7 --new-tokens 48
 """
@@ -12,13 +12,14 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from labkit.models.decoder import Decoder
 from labkit.models.gguf import dequantised_folder, smollm2_gguf
 from labkit.models.tokenizer import load_tokenizer
-from labkit.models.weights import load_model
+from labkit.models.weights import DTYPES, load_model
 
 QUESTION = "Explain why bridges need gaps between their parts."
 FILLER = "The road over the river was closed in winter, and the ferry ran when the ice allowed it. "
@@ -69,7 +70,7 @@ def forward_table(decoder: Decoder, backend: str, rounds: int) -> None:
         for round_index in range(rounds + 1):
             for q_len, samples in times.items():
                 token_ids = torch.arange(q_len)[None] + 100
-                elapsed = seconds(lambda tokens=token_ids: decoder.forward(tokens, cache, backend=backend))
+                elapsed = seconds(partial(decoder.forward, token_ids, cache, backend=backend))
                 cache.truncate(context_len)
                 if round_index:
                     samples.append(1e3 * elapsed)
@@ -79,14 +80,14 @@ def forward_table(decoder: Decoder, backend: str, rounds: int) -> None:
 
 
 def compare(
-    arguments: argparse.Namespace, dtype: str, num_prompt: int, gb_per_s: float, decoder: Decoder, other
+    arguments: argparse.Namespace, dtype: str, num_prompt: int, gb_per_s: float, decoder: Decoder, model
 ) -> None:
     token_ids = prompt_ids(num_prompt)
     tensor = torch.tensor([token_ids])
     counts = (1, arguments.new_tokens)
 
     def transformers_run(num_new: int) -> object:
-        return other.generate(tensor, max_new_tokens=num_new, min_new_tokens=num_new, do_sample=False)
+        return model.generate(tensor, max_new_tokens=num_new, min_new_tokens=num_new, do_sample=False)
 
     def labkit_run(num_new: int) -> object:
         return labkit_generate(decoder, token_ids, num_new, arguments.backend)
@@ -111,9 +112,7 @@ def compare(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--dtype", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16", "float16"]
-    )
+    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"], choices=DTYPES)
     parser.add_argument("--prompt-tokens", nargs="+", type=int, default=[46, 500])
     parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=7)
@@ -135,9 +134,9 @@ def main() -> None:
         from transformers import AutoModelForCausalLM
 
         folder = dequantised_folder(smollm2_gguf())
-        other = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
         for num_prompt in arguments.prompt_tokens:
-            compare(arguments, dtype, num_prompt, measure_read_gb_per_s(), decoder, other)
+            compare(arguments, dtype, num_prompt, measure_read_gb_per_s(), decoder, model)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "cpu": {"source": "run", "preset": "cpu"},
     "gpu": {"source": "run", "preset": "gpu"},
     "ci": {"source": "run", "preset": "ci"},
+    "ci": {"source": "run", "preset": "ci"},
 }
 
 

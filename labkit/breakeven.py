@@ -16,7 +16,7 @@ from labkit.acceptance_join import Source, imposed_source, join
 from labkit.crossovers import crossovers
 from labkit.errors import InputError
 from labkit.intervals import generator, percentile_interval
-from labkit.rows import distinct, is_missing
+from labkit.rows import distinct
 from labkit.speedup import Length, imposed_length, measured_length, relative_step_cost, speedup_of
 from labkit.step_costs import StepCosts, baseline_ms, paired_ratios, step_costs
 
@@ -51,6 +51,13 @@ CELL_COLUMNS = (
     "num_prompts",
     "reason",
 )
+NUMBERS = (
+    "temperature",
+    "batch_size",
+    "context_len",
+    "num_speculative_tokens",
+    *(name for name in CELL_COLUMNS[13:] if name not in ("verdict", "origin", "reason")),
+)
 CURVE_COLUMNS = tuple(name for name in (*CELL_COLUMNS[:13], "origin") if name not in ("context_len", "decode_backend"))
 
 
@@ -77,9 +84,9 @@ class Breakeven:
     resamples: int
     seed: int
 
-    def to_json(self) -> str:
-        """The machine form: baseline, confidence, resamples, seed, cells and curves; null where unknown."""
-        record = {
+    def to_dict(self) -> dict[str, Any]:
+        """The machine form: baseline, confidence, resamples, seed, cells and curves; None where unknown."""
+        return {
             "baseline": self.baseline,
             "confidence": self.confidence,
             "resamples": self.resamples,
@@ -87,7 +94,10 @@ class Breakeven:
             "cells": [_plain(cell) for cell in self.cells.to_dict("records")],
             "curves": [_plain(curve) for curve in self.crossovers],
         }
-        return json.dumps(record, indent=1, allow_nan=False)
+
+    def to_json(self) -> str:
+        """`to_dict` as text."""
+        return json.dumps(self.to_dict(), indent=1, allow_nan=False)
 
 
 @dataclass(frozen=True)
@@ -159,7 +169,9 @@ def breakeven(
             cell, log_speedup = _judge(cost, source, why, lengths[key], settings)
             cells.append(cell)
             draws.append(log_speedup)
-    table = pd.DataFrame(cells, columns=list(CELL_COLUMNS))
+    # Texts stay objects, so that an unknown one is None whether or not the column holds others.
+    table = pd.DataFrame(cells, columns=list(CELL_COLUMNS), dtype=object)
+    table = table.astype({name: table[name].infer_objects().dtype for name in NUMBERS})
     return Breakeven(table, _curves(table, draws, confidence), baseline, confidence, resamples, seed)
 
 
@@ -278,25 +290,21 @@ def _no_ratio(cost: StepCosts, decode_backend: str | None, shares: np.ndarray, b
 
 def _curves(cells: pd.DataFrame, draws: list[np.ndarray], confidence: float) -> list[dict[str, Any]]:
     curves = []
-    # Cells without acceptance have no workload; they break the curves of the workloads that were joined elsewhere.
-    costs_only = cells[cells["mean_acceptance_length"].isna()]
-    joined = cells[cells["mean_acceptance_length"].notna()]
-    for key, curve in joined.groupby(list(CURVE_COLUMNS), dropna=False, sort=True):
-        names = dict(zip(CURVE_COLUMNS, key, strict=True))
-        shared = [name for name in CURVE_COLUMNS if name not in ("workload", "temperature", "origin")]
-        same = (costs_only[shared].astype(object).fillna("") == curve[shared].iloc[0].astype(object).fillna("")).all(
-            axis=1
-        )
-        rows = pd.concat([curve, costs_only[same]]).sort_values("context_len")
-        found = crossovers(
-            rows["context_len"].to_numpy(float),
-            np.log(rows["speedup"].to_numpy(float)),
-            np.stack([draws[index] for index in rows.index], axis=1),
-            confidence,
-        )
-        curves.append(
-            {name: None if is_missing(value) else value for name, value in names.items()} | {"crossovers": found}
-        )
+    of_text = ["workload", "temperature", "origin"]
+    of_cost = [name for name in CURVE_COLUMNS if name not in of_text]
+    for _, same_cost in cells.groupby(of_cost, dropna=False, sort=True):
+        context_lens = np.sort(same_cost["context_len"].unique())
+        known = same_cost[same_cost["mean_acceptance_length"].notna()]
+        for _, curve in known.groupby(of_text, dropna=False, sort=True):
+            # A context without this text's acceptance is a gap: nothing is interpolated across it.
+            columns = np.searchsorted(context_lens, curve["context_len"])
+            log_speedup = np.full(len(context_lens), np.nan)
+            log_speedup[columns] = np.log(curve["speedup"])
+            log_draws = np.full((len(draws[0]), len(context_lens)), np.nan)
+            log_draws[:, columns] = np.stack([draws[index] for index in curve.index], axis=1)
+            found = crossovers(context_lens.astype(float), log_speedup, log_draws, confidence)
+            names = _plain(curve.iloc[0][list(CURVE_COLUMNS)].to_dict())
+            curves.append(names | {"crossovers": found})
     return curves
 
 
@@ -315,11 +323,7 @@ def verdict_table(cells: pd.DataFrame) -> pd.DataFrame:
     Columns that hold one value throughout are left out, but for context, k, verify backend and workload.
     """
     always = ("workload", "context_len", "num_speculative_tokens", "verify_backend")
-    names = [
-        name
-        for name in (*CELL_COLUMNS[:13], "origin")
-        if name in always or len(distinct(cells, name)) + cells[name].isna().any() > 1
-    ]
+    names = [name for name in (*CELL_COLUMNS[:13], "origin") if name in always or len(distinct(cells, name)) > 1]
     short = cells[[name for name in names if name != "origin"]].copy()
     for title, name in (
         ("break-even length", "relative_step_cost"),

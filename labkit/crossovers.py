@@ -33,11 +33,12 @@ def crossovers(
     Returns
     -------
     list of dict
-        context_len, low, high (tokens; None = not bounded within the measured contexts) and direction, "pays below" or
-        "pays above".
+        context_len, low, high (tokens; None = not bounded within the measured contexts, or no interval for a neighbour)
+        and direction, "pays below" or "pays above".
     """
     position = np.log2(np.maximum(context_lens, 1))
-    draws = draws[np.isfinite(draws[:, np.isfinite(log_speedup)]).all(axis=1)]
+    resampled = np.isfinite(draws).any(axis=0)
+    draws = draws[np.isfinite(draws[:, resampled]).all(axis=1)]
     found: list[tuple[float, dict[str, float | str | None]]] = []
     for falling in (True, False):
         estimates = _crossings(position, log_speedup, falling)
@@ -48,6 +49,8 @@ def crossovers(
             pays_after = draws[:, index + 1] > 0
             beyond = np.where(pays_after == falling, np.inf, -np.inf)
             nearest = np.where(np.isnan(nearest), beyond, nearest)
+            if not resampled[index : index + 2].all():
+                nearest = np.array([])
             crossing: dict[str, float | str | None] = {
                 "context_len": float(2 ** estimates[index]),
                 "low": _bound(nearest, (1 - confidence) / 2, "lower"),

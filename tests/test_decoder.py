@@ -80,15 +80,16 @@ def test_tiny_layouts_equal_transformers(tiny_pair):
     assert relative_error(got, wanted) < 1e-5
 
 
-def test_tiny_layouts_keep_their_argmax_in_bfloat16(tiny_pair):
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.1), ("float16", 0.02)])
+def test_tiny_layouts_stay_near_in_16_bits(tiny_pair, dtype, tolerance):
     model, folder = tiny_pair
     token_ids = random_ids(load_model(folder), 1, 40)
     with torch.inference_mode():
         wanted = model(token_ids).logits
-    decoder = load_model(folder, dtype="bfloat16")
+    decoder = load_model(folder, dtype=dtype)
     got = decoder.forward(token_ids, decoder.new_cache(1, 128), backend="sdpa")
     assert got.dtype == torch.float32
-    assert relative_error(got, wanted) < 0.1
+    assert relative_error(got, wanted) < tolerance
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +155,10 @@ def test_taps_hold_the_outputs_of_the_asked_layers(tiny):
     logits = tiny.forward(token_ids, tiny.new_cache(2, 32), backend="sdpa", taps=taps)
     assert taps[1] is not None
     assert relative_error(tiny._logits(taps[1]), logits) < 1e-6
+    taps[1].mul_(2)
+    logits.mul_(2)
+    with pytest.raises(ValueError, match=r"taps must be layers in 0\.\.1"):
+        tiny.forward(token_ids, tiny.new_cache(2, 32), backend="sdpa", taps={2: None})
 
 
 def test_bad_calls_name_the_argument(tiny):

@@ -138,7 +138,7 @@ def test_a_template_that_refuses_or_reaches_out_is_bad_input(tmp_path):
 
 
 def test_a_missing_or_corrupt_folder_is_named(tmp_path):
-    with pytest.raises(InputError, match="a folder that holds tokenizer.json, got"):
+    with pytest.raises(InputError, match=r"a folder that holds tokenizer\.json, got"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(InputError, match="must be a tokenizer file"):

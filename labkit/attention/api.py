@@ -224,7 +224,17 @@ class PreparedAttention:
         self._run(self.q, 0, self.out, self.lse)
 
     def run(self, q: Tensor, layer: int, out: Tensor, lse: Tensor | None = None) -> None:
-        """Attention of another `q` of the prepared shape and dtype over `layer`, into `out`."""
+        """Attention of another `q` of the prepared shape and dtype over `layer`, into a contiguous `out`.
+
+        Raises
+        ------
+        ValueError
+            `q` has another shape than the prepared one, or `out` is not contiguous.
+        """
+        if q.shape != self.q.shape:
+            raise ValueError(f"q must have the prepared shape {tuple(self.q.shape)}, got {tuple(q.shape)}")
+        if not out.is_contiguous():
+            raise ValueError(f"out must be contiguous, got strides {out.stride()}")
         self._run(q, layer, out, lse)
 
 

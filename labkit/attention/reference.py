@@ -65,6 +65,26 @@ def oracle(q: Tensor, cache: PagedKVCache, layer: int, sm_scale: float) -> tuple
     return out, lse
 
 
+def eager(q: Tensor, cache: PagedKVCache, layer: int, sm_scale: float) -> Tensor:
+    """Plain attention in the dtype of `q`, rounding after each step: the yardstick for what its dtype explains.
+
+    One KV head at a time, so that its ``[rows, kv_len]`` weights stay small. Returns a tensor like `q`.
+    """
+    q_len = q.shape[1]
+    group_size = q.shape[2] // cache.num_kv_heads
+    out = torch.empty_like(q)
+    for request, context_len in enumerate(cache.context_lens):
+        k, v = paged_keys(cache, layer, request, 0, context_len + q_len)
+        key = torch.arange(context_len + q_len, device=q.device)
+        hidden = key > context_len + torch.arange(q_len, device=q.device)[:, None]
+        for head in range(cache.num_kv_heads):
+            heads = slice(head * group_size, (head + 1) * group_size)
+            logits = torch.matmul(q[request, :, heads] * sm_scale, k[:, head].to(q.dtype).T)
+            weights = logits.masked_fill_(hidden[:, None], -math.inf).softmax(dim=-1)
+            out[request, :, heads] = torch.matmul(weights, v[:, head].to(q.dtype))
+    return out
+
+
 def prepare(q: Tensor, cache: PagedKVCache, spec: AttentionSpec) -> tuple[Run, dict[str, Any]]:
     """The oracle, rounded to the dtype of `out`."""
     sm_scale = spec.scale(q.shape[-1])

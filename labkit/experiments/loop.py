@@ -137,7 +137,7 @@ def measure(arms: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception
         except Exception as error:  # handed to the sweep, which stores it as this arm's status
             results[index] = error
     first = arms[0]
-    prompt_ids, _ = prompt_tokens(first["target"], first["workload"], first["prompt_id"], first["context_len"])
+    prompt_ids = _prompt_ids(first)
     runs = [run for index in checked for run in _runs(index, arms[index])]
     target = _target(first, prompt_ids)
     shuffle = random.Random(first["seed"])

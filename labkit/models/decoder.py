@@ -210,7 +210,7 @@ class Decoder:
         Raises
         ------
         ValueError
-            `token_ids`, `logits` or `taps` is none of these, or the tokens reach beyond the model's or the cache's context.
+            `token_ids`, `logits` or `taps` is none of these, or the tokens do not fit the model's or cache's context.
         """
         if logits not in ("all", "last"):
             raise ValueError(f"logits must be 'all' or 'last', got {logits!r}")
