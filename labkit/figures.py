@@ -53,7 +53,9 @@ class SavedFigure:
                 data = file.read_bytes()
                 width = int.from_bytes(data[16:20], "big")
                 scale = SCREEN_DPI / float(str(RC["savefig.dpi"]))
-                return {"image/png": base64.b64encode(data).decode()}, {"image/png": {"width": round(width * scale)}}
+                return {"image/png": base64.b64encode(data).decode()}, {
+                    "image/png": {"width": round(width * scale), "alt": self.name}
+                }
         return {"text/plain": f"{self.name}: {', '.join(file.name for file in self.files)}"}, {}
 
 

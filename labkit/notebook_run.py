@@ -192,12 +192,10 @@ def _errors(cell: Any) -> list[Any]:
 
 
 def _stopped_in(executed: Path) -> int | None:
-    """The code cell, from 1, that ran when the kernel was lost: the first with an error or without prompt number."""
+    """The code cell, from 1, that ran when the kernel was lost: the last one that was started. None if none was."""
     cells = _code_cells(executed) if executed.exists() else []
-    for number, cell in enumerate(cells, start=1):
-        if cell.execution_count is None or _errors(cell):
-            return number
-    return None
+    started = [number for number, cell in enumerate(cells, 1) if cell.metadata.get("papermill", {}).get("start_time")]
+    return max(started, default=None)
 
 
 def _quiet_exit(executed: Path) -> dict[str, Any]:
