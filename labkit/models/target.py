@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -89,8 +89,8 @@ class FilledTarget(ModelTarget):
     tokens are not, so acceptance must be imposed (`accept_forced`).
     """
 
-    def __init__(self, decoder: Decoder, *, generator: torch.Generator, **options):
-        super().__init__(decoder, **options)
+    def __init__(self, decoder: Decoder, *, generator: torch.Generator, **options: Any):
+        super().__init__(decoder, **options: Any)
         self._generator = generator
 
     def _prefill(self, row: int, token_ids: list[int]) -> Tensor:
