@@ -90,7 +90,7 @@ class FilledTarget(ModelTarget):
     """
 
     def __init__(self, decoder: Decoder, *, generator: torch.Generator, **options: Any):
-        super().__init__(decoder, **options: Any)
+        super().__init__(decoder, **options)
         self._generator = generator
 
     def _prefill(self, row: int, token_ids: list[int]) -> Tensor:
