@@ -108,7 +108,7 @@ def run(
 
 
 def measure(arms: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception]:
-    """One prompt: generate, then count. Greedy text is generated once, at the largest k, and replayed for the others."""
+    """One prompt: generate, then count. Greedy text is generated once, at the largest k, and replayed."""
     from labkit.models.recorded import RecordedTarget
     from labkit.speculation import accept_greedy, speculate
 
@@ -120,7 +120,7 @@ def measure(arms: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception
     live = _generate(first, prompt_ids, _target(first, prompt_ids))
     recorded = RecordedTarget([*live.prompt_ids, *live.output_ids], _vocab_size(first))
     stops = common.tokenizer(first["target"]).stop_token_ids
-    rows = []
+    rows: list[list[dict[str, Any]] | Exception] = []
     for arm in arms:
         generation = live
         if arm is not first:
