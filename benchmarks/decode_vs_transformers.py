@@ -1,8 +1,8 @@
 """Plain greedy decode of labkit's decoder against ``transformers.generate`` on the same SmolLM2 weights, on the CPU.
 
-Both generate from the same prompt in interleaved rounds, so drift of the machine hits both. The prefill is taken out:
-a run of 1 token is subtracted from the run of all tokens. Beside the ratio stand the read bandwidth of this process (a
-plain sum over memory), the time to read weights and keys at that rate, and the share of that floor that is reached.
+Both generate from the same prompt in interleaved rounds, so drift of the machine hits both. The clock starts at
+the first output token, so the prefill is not in it. Beside the ratio stand the read bandwidth of this process (a plain
+sum over memory), the time to read weights and keys at that rate, and the share of that floor that is reached.
 
     python benchmarks/decode_vs_transformers.py --dtype float32 bfloat16 --rounds 7 --new-tokens 48
 """
@@ -45,13 +45,31 @@ def seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def labkit_generate(decoder: Decoder, token_ids: list[int], num_new: int, backend: str) -> list[int]:
+class Stopwatch:
+    """Time stamps of the output tokens; what ``transformers.generate`` calls a streamer."""
+
+    def __init__(self) -> None:
+        self.stamps: list[float] = []
+
+    def put(self, value: object) -> None:
+        self.stamps.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+    def tokens_per_s(self, num_new: int) -> float:
+        """Rate after the first output token, which belongs to the prefill."""
+        first, last = self.stamps[-num_new], self.stamps[-1]
+        return (num_new - 1) / (last - first)
+
+
+def labkit_generate(decoder: Decoder, token_ids: list[int], num_new: int, backend: str, watch: Stopwatch) -> None:
     cache = decoder.new_cache(1, len(token_ids) + num_new)
-    output = [int(decoder.prefill(token_ids, cache, 0, backend=backend).argmax())]
-    while len(output) < num_new:
-        logits = decoder.forward(torch.tensor([output[-1:]]), cache, backend=backend)
-        output.append(int(logits[0, -1].argmax()))
-    return output
+    token = int(decoder.prefill(token_ids, cache, 0, backend=backend).argmax())
+    watch.put(token)
+    for _ in range(num_new - 1):
+        token = int(decoder.forward(torch.tensor([[token]]), cache, backend=backend)[0, -1].argmax())
+        watch.put(token)
 
 
 def interval(ratios: list[float], num_draws: int = 2000) -> tuple[float, float]:
@@ -83,26 +101,26 @@ def compare(
     arguments: argparse.Namespace, dtype: str, num_prompt: int, gb_per_s: float, decoder: Decoder, model
 ) -> None:
     token_ids = prompt_ids(num_prompt)
-    tensor = torch.tensor([token_ids])
-    counts = (1, arguments.new_tokens)
+    tensor, num_new = torch.tensor([token_ids]), arguments.new_tokens
 
-    def transformers_run(num_new: int) -> object:
-        return model.generate(tensor, max_new_tokens=num_new, min_new_tokens=num_new, do_sample=False)
+    def transformers_run(watch: Stopwatch) -> None:
+        model.generate(tensor, max_new_tokens=num_new, min_new_tokens=num_new, do_sample=False, streamer=watch)
 
-    def labkit_run(num_new: int) -> object:
-        return labkit_generate(decoder, token_ids, num_new, arguments.backend)
+    def labkit_run(watch: Stopwatch) -> None:
+        labkit_generate(decoder, token_ids, num_new, arguments.backend, watch)
 
     rates: dict[str, list[float]] = {"labkit": [], "transformers": []}
     for round_index in range(arguments.rounds + 1):
         for name, run in (("labkit", labkit_run), ("transformers", transformers_run)):
-            short, long = (seconds(lambda n=n, run=run: run(n)) for n in counts)
+            watch = Stopwatch()
+            run(watch)
             # Round 0 warms up.
             if round_index:
-                rates[name].append((counts[1] - counts[0]) / (long - short))
+                rates[name].append(watch.tokens_per_s(num_new))
     ours, theirs = (statistics.median(rates[name]) for name in ("labkit", "transformers"))
     ratios = [a / b for a, b in zip(rates["labkit"], rates["transformers"], strict=True)]
     low, high = interval(ratios)
-    floor_ms = decoder.floor_bytes([len(token_ids) + arguments.new_tokens // 2]) / gb_per_s / 1e6
+    floor_ms = decoder.floor_bytes([len(token_ids) + num_new // 2]) / gb_per_s / 1e6
     print(
         f"{dtype} ({decoder.linear_backend}), prompt {len(token_ids)}: labkit {ours:.1f} tok/s, transformers "
         f"{theirs:.1f} tok/s, ratio {statistics.median(ratios):.2f} [{low:.2f}, {high:.2f}]; read {gb_per_s:.1f} GB/s, "

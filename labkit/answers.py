@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from labkit.acceptance import acceptance_table, counts_from_frame
-from labkit.attention_table import attention_table, read_bandwidths, slope_us_per_1k
+from labkit.attention_table import attention_table, read_bandwidths, slope_text, slope_us_per_1k
 from labkit.breakeven import Breakeven
 from labkit.curves import crossing_text
 from labkit.engine_figures import engine_figures
@@ -62,8 +62,8 @@ def attention_answer(df: pd.DataFrame, sidecars: Mapping[str, Mapping[str, Any]]
         curve = rows[rows["q_len"] == q_len].sort_values("context_len")
         x, floor = curve["context_len"].to_numpy(float), curve["floor_us"].to_numpy(float)
         slope = slope_us_per_1k(x, curve["attention_us"].to_numpy(float))
-        text = f"- {backend}: {at[q_len] / at[1]:.1f} times as long; it grows by {slope:,.3g} us per 1K tokens"
-        if np.isfinite(floor).all() and len(x) > 1:
+        text = f"- {backend}: {at[q_len] / at[1]:.1f} times as long, {slope_text(slope)} tokens of context"
+        if np.isfinite(floor).all() and slope > 0:
             text += f", {slope / slope_us_per_1k(x, floor):.1f} times the floor of reading keys and values once"
         lines.append(text + ".")
     return "\n".join(lines)

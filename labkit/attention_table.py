@@ -103,6 +103,12 @@ def slope_us_per_1k(context_len: np.ndarray, attention_us: np.ndarray) -> float:
     return float(np.polyfit(context_len, attention_us, 1)[0] * 1024)
 
 
+def slope_text(slope: float) -> str:
+    """``+9.8 us per 1K``: a slope of `slope_us_per_1k` as labels and answers print it."""
+    digits = 0 if abs(slope) >= 9.95 else 1 if abs(slope) >= 0.95 else 2
+    return f"{slope:+,.{digits}f} us per 1K"
+
+
 def kernel_segments(curve: pd.DataFrame) -> list[pd.DataFrame]:
     """A curve in order of context, cut where the kernel that really ran changes."""
     curve = curve.sort_values("context_len")

@@ -18,7 +18,6 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "cpu": {"source": "run", "preset": "cpu"},
     "gpu": {"source": "run", "preset": "gpu"},
     "ci": {"source": "run", "preset": "ci"},
-    "ci": {"source": "run", "preset": "ci"},
 }
 
 

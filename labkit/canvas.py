@@ -11,15 +11,18 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from labkit.style import COLUMN_WIDTH_IN, MUTED, NOTE_SIZE, context
 
+# Width on screen of an inch on paper: letters of 7 points should read well beside a notebook's text.
+SCREEN_DPI = 130
+
 
 class StyledFigure(Figure):
     """A figure that shows itself in a notebook as it will be saved: inside the rc context and uncropped."""
 
-    def _repr_png_(self) -> bytes:
+    def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
         buffer = io.BytesIO()
         with context():
-            self.savefig(buffer, format="png", dpi=150)
-        return buffer.getvalue()
+            self.savefig(buffer, format="png", dpi=2 * SCREEN_DPI)
+        return buffer.getvalue(), {"width": round(self.get_size_inches()[0] * SCREEN_DPI)}
 
 
 def new_figure(width_in: float, height_in: float) -> Figure:

@@ -1,20 +1,22 @@
 """Two runs side by side: every field that differs, and whether each difference was asked for.
 
-Works on sidecars as plain dicts and on frames, so it needs no file format. A ratio is given only when nothing that
-could explain it was left to chance: one difference is meant, further ones are allowed by name, and the rest either
-cannot change a number or makes the comparison refuse.
+`compare_runs` works on sidecars as plain dicts and on frames, so it needs no file format. A ratio is given only when
+nothing that could explain it was left to chance: one difference is meant, further ones are allowed by name, and the
+rest either cannot change a number or makes the comparison refuse.
 """
 
 import json
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from labkit.errors import InputError
-from labkit.ratios import MATCHED, ratio_table
+from labkit.ratios import MATCHED, ratio_table, time_column
 from labkit.rows import distinct
 
 ABSENT = "(absent)"
@@ -74,7 +76,9 @@ ROW_FIELDS = (
     "origin",
     "quality",
 )
-# Calibration is measured anew by each run; beyond this it is another machine state (throttled, shared).
+# Calibration is measured anew by each run. Of its numbers only these rates tell another machine state (throttled,
+# shared), when they differ by more than the tolerance; spreads and resolutions are noise.
+CALIBRATED_RATES = ("read_gb_per_s", "matrix_tflops_per_s")
 CALIBRATION_TOLERANCE = 0.1
 
 
@@ -91,7 +95,10 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Differences, what else forbids a ratio, and the ratio per cell (None unless `comparable` and rows were given)."""
+    """Differences, what else forbids a ratio, and the ratio per cell.
+
+    `ratios` is None unless the runs are comparable and rows with a time were given on both sides.
+    """
 
     differences: tuple[Difference, ...]
     problems: tuple[str, ...]
@@ -130,7 +137,8 @@ class Comparison:
         lines = []
         for kind in ("asked_for", "allowed", "unexplained", "incidental"):
             for item in self.of_kind(kind):
-                lines.append(f"{kind.replace('_', ' '):12} {item.field}: {item.a} -> {item.b} ({item.why})")
+                values = " -> ".join(textwrap.shorten(str(side), 60, placeholder=" ...") for side in (item.a, item.b))
+                lines.append(f"{kind.replace('_', ' '):12} {item.field}: {values} ({item.why})")
         lines += [f"problem      {problem}" for problem in self.problems]
         if not self.comparable:
             lines.append("not comparable: the differences marked unexplained and the problems forbid a ratio")
@@ -192,11 +200,32 @@ def compare_runs(
     if varying and not any(item.kind == "asked_for" for item in differences):
         problems.append(f"{varying} is the same on both sides")
     comparison = Comparison(differences, tuple(problems), None)
-    if rows_a is None or rows_b is None or not comparison.comparable:
+    if rows_a is None or rows_b is None or not comparison.comparable or time_column(rows_a, rows_b) is None:
         return comparison
     ignoring = [name for name in MATCHED if any(_covers(given, f"rows.{name}") for given in sort.named)]
     options: dict[str, Any] = {"confidence": confidence, "resamples": resamples, "seed": seed}
     return Comparison(differences, (), ratio_table(rows_a, rows_b, ignoring=ignoring, **options))
+
+
+def compare_files(path_a: Path, path_b: Path, **options: Any) -> Comparison:
+    """`compare_runs` of two stored runs, each a run's file or a folder that holds one; options are passed on.
+
+    Raises
+    ------
+    InputError
+        As `compare_runs`; or a path holds no run, several, or a broken one.
+    """
+    from labkit.results import load_runs, read_sidecar, run_files
+
+    sides = []
+    for path in (Path(path_a), Path(path_b)):
+        files = run_files(path)
+        if len(files) != 1:
+            raise InputError(f"{path}: wanted one run to compare, found {len(files)}")
+        sidecar = read_sidecar(files[0])
+        sides.append((sidecar, load_runs(sidecar["experiment"], files[0])))
+    (a, rows_a), (b, rows_b) = sides
+    return compare_runs(a, b, rows_a=rows_a, rows_b=rows_b, **options)
 
 
 @dataclass(frozen=True)
@@ -224,8 +253,11 @@ class _Sorter:
             return "incidental", "differs between any two runs or follows from other fields"
         if last in ("commit", "dirty") and self.same_code:
             return "incidental", "the measuring code is the same"
-        if _covers("calibration", field) and _close(a, b):
-            return "incidental", f"measured anew, within {CALIBRATION_TOLERANCE:.0%}"
+        if _covers("calibration", field):
+            if not any(_covers(rate, field) for rate in CALIBRATED_RATES):
+                return "incidental", "measured anew, no rate"
+            if _close(a, b):
+                return "incidental", f"measured anew, within {CALIBRATION_TOLERANCE:.0%}"
         if last in MATCHED and isinstance(a, list) and isinstance(b, list) and _overlap(a, b):
             return "incidental", "only the common values are compared"
         return "unexplained", "neither asked for nor allowed"

@@ -18,11 +18,11 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from labkit import __version__, paths
-from labkit.canvas import freeze_layout
+from labkit.canvas import SCREEN_DPI, freeze_layout
 from labkit.errors import InputError
 from labkit.provenance import code_digest
 from labkit.results import file_digest, read_sidecar, run_files
-from labkit.style import context
+from labkit.style import RC, context
 
 FORMATS = ("svg", "pdf", "png")
 # Everything between stored rows and ink. A change in one of these makes a figure stale.
@@ -52,8 +52,10 @@ class SavedFigure:
             if file.suffix == ".png":
                 data = file.read_bytes()
                 width = int.from_bytes(data[16:20], "big")
-                # At 300 dpi a figure is three times as wide on screen as on paper.
-                return {"image/png": base64.b64encode(data).decode()}, {"image/png": {"width": width * 130 // 300}}
+                scale = SCREEN_DPI / float(str(RC["savefig.dpi"]))
+                return {"image/png": base64.b64encode(data).decode()}, {
+                    "image/png": {"width": round(width * scale), "alt": self.name}
+                }
         return {"text/plain": f"{self.name}: {', '.join(file.name for file in self.files)}"}, {}
 
 

@@ -209,12 +209,11 @@ class Notes(Artist):
         if note.stretch is None:
             away = 0.01 * (box.x0 - frame.x0 + frame.y1 - box.y1) / pixel
         else:
-            low, high = (self.host.transData.transform((note.stretch[0], end))[1] for end in note.stretch[1:])
-            away = max(low - box.y0, box.y0 - high, 0) / line
-            # Beside the stretch is best; over it the text hides a part of the line.
-            away += (
-                1.5 if box.x0 < self.host.transData.transform((note.stretch[0], 1))[0] < box.x1 and box.y0 < high else 0
-            )
+            at, low, high = note.stretch
+            (anchor, low), (_, high) = self.host.transData.transform([(at, low), (at, high)])
+            away = max(low - box.y0, box.y0 - high, 0) / line + 0.05 * abs((box.x0 + box.x1) / 2 - anchor) / line
+            if box.x0 < anchor < box.x1 and box.y0 < high:
+                away += 1.5  # over the stretch the text hides a part of the line; beside it is better
         return away + 4.0 * hit + 1000.0 * clash + 50.0 * outside / pixel
 
     def draw(self, renderer: RendererBase) -> None:

@@ -121,7 +121,9 @@ def export_html(executed: Path, html: Path) -> None:
 
     notebook = nbformat.read(executed, as_version=4)
     notebook.metadata.pop("widgets", None)
-    exporter = HTMLExporter(mathjax_url="", require_js_url="", jquery_url="", mermaid_js_url="")
+    exporter = HTMLExporter(
+        mathjax_url="", require_js_url="", jquery_url="", mermaid_js_url="", mermaid_layout_elk_js_url=""
+    )
     body, _ = exporter.from_notebook_node(notebook, resources={"metadata": {"name": executed.stem}})
     _replace(html, body)
 
@@ -190,12 +192,10 @@ def _errors(cell: Any) -> list[Any]:
 
 
 def _stopped_in(executed: Path) -> int | None:
-    """The code cell, from 1, that ran when the kernel was lost: the first with an error or without prompt number."""
+    """The code cell, from 1, that ran when the kernel was lost: the last one that was started. None if none was."""
     cells = _code_cells(executed) if executed.exists() else []
-    for number, cell in enumerate(cells, start=1):
-        if cell.execution_count is None or _errors(cell):
-            return number
-    return None
+    started = [number for number, cell in enumerate(cells, 1) if cell.metadata.get("papermill", {}).get("start_time")]
+    return max(started, default=None)
 
 
 def _quiet_exit(executed: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from itertools import pairwise
+from textwrap import shorten
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,14 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from labkit.attention_table import attention_table, fitting_context, kernel_segments, read_bandwidths, slope_us_per_1k
+from labkit.attention_table import (
+    attention_table,
+    fitting_context,
+    kernel_segments,
+    read_bandwidths,
+    slope_text,
+    slope_us_per_1k,
+)
 from labkit.canvas import add_header, add_legend, axes_or_new, freeze_layout, new_figure
 from labkit.curves import by_name
 from labkit.errors import InputError
@@ -252,14 +260,14 @@ def _tag_kernels(segments: list[pd.DataFrame], column: str, style: SeriesStyle, 
         left, right = before.iloc[-1], after.iloc[0]
         x = float(np.sqrt(left["context_len"] * right["context_len"]))
         low, high = sorted((left[column], right[column]))
-        notes.add([(f"{left['kernel']} | {right['kernel']}", style.color)], stretch=(x, low, high))
+        notes.add(
+            [(" | ".join(shorten(str(end["kernel"]), 24, placeholder="...") for end in (left, right)), style.color)],
+            stretch=(x, low, high),
+        )
 
 
 def _with_slope(name: str, slope: float) -> str:
-    if np.isnan(slope):
-        return name
-    digits = f"{slope:+,.0f}" if abs(slope) >= 10 else f"{slope:+.1f}" if abs(slope) >= 0.95 else f"{slope:+.2f}"
-    return f"{name}\n{digits} us per 1K"
+    return name if np.isnan(slope) else f"{name}\n{slope_text(slope)}"
 
 
 def _describe(df: pd.DataFrame, bandwidth: Mapping[str, float], labels: Mapping[str, str] | None) -> str:

@@ -31,6 +31,11 @@ MATCHED = (
 )
 
 
+def time_column(rows_a: pd.DataFrame, rows_b: pd.DataFrame) -> str | None:
+    """The time that both frames hold, None if there is none."""
+    return next((name for name in TIME_COLUMNS if name in rows_a and name in rows_b), None)
+
+
 def ratio_table(
     rows_a: pd.DataFrame,
     rows_b: pd.DataFrame,
@@ -63,7 +68,7 @@ def ratio_table(
     InputError
         No time column in common, no common cell, or an ignored column with several values inside one cell.
     """
-    column = next((name for name in TIME_COLUMNS if name in rows_a and name in rows_b), None)
+    column = time_column(rows_a, rows_b)
     if column is None:
         raise InputError(f"rows to compare must both have one of {', '.join(TIME_COLUMNS)}")
     a, b = (ok_rows(rows, "compared", [*UNIT, column]) for rows in (rows_a, rows_b))
@@ -121,5 +126,7 @@ def _ratio(
 
 def _median_and_deviations(logs: np.ndarray, resamples: int, rng: np.random.Generator) -> tuple[float, np.ndarray]:
     median = float(np.median(logs))
+    if len(logs) < 2:
+        return median, np.full(resamples, np.nan)
     spread = student_spread(len(logs), resamples, rng, of_medians=True)
     return median, spread * (resampled_medians(logs[:, None], resamples, rng)[:, 0] - median)

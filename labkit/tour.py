@@ -34,7 +34,7 @@ def tour(out_dir: Path | None = None) -> Path:
 
 
 def batch(names: Sequence[str], *, preset: str, out_dir: Path, quiet: bool = False) -> list[Verdict]:
-    """Run notebooks by name, number or file (all when none is named); a preset ``auto`` is gpu or cpu as the machine is.
+    """Run notebooks by name, number or file, all when none is named; preset ``auto`` is gpu or cpu as the machine is.
 
     Raises InputError for an unknown preset or notebook.
     """

@@ -78,10 +78,10 @@ def measure_point(measure: Callable[[dict[str, Any]], Any], point: dict[str, Any
 
 
 def measure_group(measure: Callable[[list[dict[str, Any]]], Any], points: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Call ``measure(points)`` once for points that must be interleaved; one outcome per point, as `measure_point` gives.
+    """Call ``measure(points)`` once for points that must be interleaved; an outcome per point, as of `measure_point`.
 
-    ``measure`` returns, in order, what each point yields, or the exception that stopped this point alone. What it raises
-    stops them all.
+    ``measure`` returns, in order, what each point yields, or the exception that stopped this point alone. What it
+    raises stops them all.
     """
     try:
         results = list(measure(points))

@@ -8,8 +8,9 @@ from labkit.errors import Unsupported
 
 def sample(point, round_index, value):
     return {
-        "arm": "plain", "target": "toy", "batch_size": 1, "context_len": 8, "q_len": 1, "step_ms": value, "round": round_index,
-        "sample": 0, "weight_dtype": "float32", "kv_dtype": "float32", "num_drafted_tokens": 0, "launch_mode": "eager",
+        "arm": "plain", "target": "toy", "batch_size": 1, "context_len": 8, "q_len": 1, "step_ms": value,
+        "round": round_index, "sample": 0, "weight_dtype": "float32", "kv_dtype": "float32",
+        "num_drafted_tokens": 0, "launch_mode": "eager",
         "decode_backend": point["name"],
     }  # fmt: skip
 

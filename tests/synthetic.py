@@ -1,6 +1,7 @@
 """Rows of the data contract with planted costs and acceptances, shaped like real runs, for plots and notebooks."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -258,8 +259,17 @@ def write_runs(
     folder: Path, world: World, experiments: tuple[str, ...] = ("loop", "acceptance", "attention")
 ) -> list[Path]:
     """Stored runs of a world, as a sweep leaves them; returns their Parquet files."""
-    make = {"loop": loop_rows, "acceptance": acceptance_rows, "attention": attention_rows}
+    make = {
+        "loop": loop_rows,
+        "acceptance": acceptance_rows,
+        "attention": partial(attention_rows, read_gb_per_s=read_bandwidth(world)),
+    }
     return [write_run_of(make[experiment](world), folder, world, experiment) for experiment in experiments]
+
+
+def read_bandwidth(world: World) -> float:
+    """Read bandwidth of the world's device in 1e9 bytes per second."""
+    return 20.0 if world.gpu.startswith("cpu") else 4000.0
 
 
 def write_run_of(frame: pd.DataFrame, folder: Path, world: World, experiment: str) -> Path:
@@ -270,7 +280,7 @@ def write_run_of(frame: pd.DataFrame, folder: Path, world: World, experiment: st
         "experiment": experiment,
         "run_id": frame["run_id"].iloc[0],
         "gpu": world.gpu,
-        "calibration": {"read_gb_per_s": 20.0 if world.gpu.startswith("cpu") else 4000.0, "cache_bytes": 32 << 20},
+        "calibration": {"read_gb_per_s": read_bandwidth(world), "cache_bytes": 32 << 20},
         "provenance": {
             "device": {"name": "Synthetic device", "slug": world.gpu, "driver": None},
             "versions": {"numpy": np.__version__, "torch": None},

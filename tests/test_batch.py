@@ -105,6 +105,7 @@ def test_html_asks_nothing_of_the_network(batch):
         r"""(?:src|href)\s*=\s*["'](?:https?:)?//[^"']*|@import[^;]*//|import\(?\s*["']https?:[^"']*""", html
     )
     assert outside == []
+    assert "cdn" not in html
 
 
 def test_measuring_notebooks_run_one_at_a_time(tmp_path):

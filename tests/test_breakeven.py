@@ -2,6 +2,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -434,6 +435,24 @@ def test_same_input_gives_the_same_numbers_in_any_company_and_order() -> None:
     pd.testing.assert_frame_equal(whole, breakeven(rows.sample(frac=1, random_state=1), acceptance).cells)
     alone = breakeven(rows[rows["context_len"] == 4096], acceptance).cells
     pd.testing.assert_frame_equal(alone, whole[whole["context_len"] == 4096].reset_index(drop=True))
+
+
+def test_rows_from_a_file_give_the_same_numbers(tmp_path: Path) -> None:
+    # Stored contexts are floats, counts with nulls too, and several k share the plain arm of one group.
+    world = falling(2.0, 0.25).with_(noise=TYPICAL_NOISE)
+    rows = pd.concat([cost_rows(world.with_(num_speculative_tokens=k)) for k in (2, 4)], ignore_index=True)
+    rows["group"] = rows["context_len"].astype(str)
+    rows = rows[(rows["arm"] == "speculative") | (rows.index < len(rows) // 2)].astype({"context_len": float})
+    acceptance = pd.concat([acceptance_rows(AcceptanceWorld(num_speculative_tokens=k)) for k in (2, 4)])
+    stored = []
+    for name, frame in (("loop", rows), ("acceptance", acceptance)):
+        frame.to_parquet(tmp_path / name)
+        stored.append(pd.read_parquet(tmp_path / name))
+    cells = breakeven(*stored).cells
+    pd.testing.assert_frame_equal(cells, breakeven(rows, acceptance).cells)
+    assert cells["num_speculative_tokens"].tolist() == [2, 4] * 4
+    assert cells["verdict"].notna().all()
+    assert cells["speedup"].notna().all()
 
 
 @pytest.mark.parametrize("option", [{"confidence": 1.0}, {"resamples": 10}])

@@ -1,14 +1,17 @@
 import copy
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from labkit.compare import compare_runs
+from labkit.compare import compare_files, compare_runs
 from labkit.errors import InputError
 from labkit.ratios import ratio_table
+from labkit.results import build_table, write_run
+from labkit.schema import columns
 from tests.worlds import TYPICAL_NOISE, CostWorld, Noise, cost_rows
 
 SIDECAR: dict[str, Any] = {
@@ -62,15 +65,26 @@ def planted(step_ms: float, run_id: str, noise: Noise = TYPICAL_NOISE, seed: int
     return cost_rows(world.with_(**changes), np.random.default_rng(seed))
 
 
+def store(folder: Path, run_id: str, rows: pd.DataFrame, **changes: Any) -> Path:
+    """A stored loop run with the sidecar of `changed`."""
+    rows = rows.assign(run_id=run_id, point_key="p", group=rows["group"].astype(str))
+    rows = rows[[column.name for column in columns("loop") if column.name in rows]].astype(object)
+    values = {name: rows[name].where(rows[name].notna(), None).tolist() for name in rows}
+    table = build_table("loop", values)
+    return write_run(folder / f"{run_id}.parquet", [table], changed(**changes) | {"run_id": run_id})
+
+
 def kinds(comparison: Any) -> dict[str, str]:
     return {difference.field: difference.kind for difference in comparison.differences}
 
 
 def test_two_runs_of_the_same_thing_differ_only_incidentally() -> None:
-    same = compare_runs(SIDECAR, changed(calibration__read_gb_per_s=4250.0, provenance__commit="def", num_rows=90))
+    calibration = {"read_gb_per_s": 4250.0, "timer_resolution_ms": 0.002}
+    same = compare_runs(SIDECAR, changed(calibration=calibration, provenance__commit="def", num_rows=90))
     assert same.comparable
     assert set(kinds(same).values()) == {"incidental"}
-    assert set(kinds(same)) == {"run_id", "started", "calibration.read_gb_per_s", "provenance.commit", "num_rows"}
+    measured = {"calibration.read_gb_per_s", "calibration.timer_resolution_ms"}
+    assert set(kinds(same)) == {"run_id", "started", "provenance.commit", "num_rows", *measured}
 
 
 @pytest.mark.parametrize(
@@ -203,6 +217,18 @@ def test_one_round_gives_a_ratio_without_bounds_and_no_common_cell_is_refused() 
         ratio_table(planted(12.0, "a"), planted(12.0, "b", context_lens=(77,)))
     with pytest.raises(InputError, match="must both have one of"):
         ratio_table(planted(12.0, "a"), planted(12.0, "b").drop(columns="step_ms"))
+
+
+def test_stored_runs_are_compared_by_path(tmp_path: Path) -> None:
+    a = store(tmp_path / "a", "20260101T000000Z-aaaaaa", planted(12.0, "a"))
+    rows_b = planted(18.0, "b", seed=1, verify_backends=("per_token",))
+    store(tmp_path / "b", "20260102T000000Z-bbbbbb", rows_b, grid__verify_backend=["per_token"])
+    found = compare_files(a, tmp_path / "b", varying="verify_backend")
+    assert found.comparable, found.to_text()
+    assert found.ratios["ratio"].max() == pytest.approx(1.5, rel=0.05)
+    assert not compare_files(a, tmp_path / "b").comparable
+    with pytest.raises(InputError, match="wanted one run to compare, found 2"):
+        compare_files(a, tmp_path)
 
 
 @pytest.mark.parametrize(("noise", "least"), [(Noise(sample=0.03, spikes=0.05), 0.9), (Noise(drift=0.02), 0.0)])

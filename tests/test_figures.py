@@ -9,7 +9,7 @@ import zlib
 import pytest
 from PIL import Image
 
-from labkit import figures, paths, style
+from labkit import figures, paths
 from labkit.errors import InputError
 from labkit.figures import DRAWING_CODE, SavedFigure, save_figure, stale_figures
 from labkit.plots_attention import figure_attention
@@ -129,10 +129,11 @@ def test_shows_the_png_in_a_notebook(saved):
     assert metadata["image/png"]["width"] == int(7.0 * 130)
 
 
-def test_figure_shows_itself_inside_the_context(runs):
+def test_figure_shows_itself():
     figure = draw()
-    assert figure._repr_png_().startswith(b"\x89PNG")
-    assert style.context is not None
+    data, metadata = figure._repr_png_()
+    assert data.startswith(b"\x89PNG")
+    assert metadata == {"width": 910}
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
@@ -337,6 +338,15 @@ def test_costs_that_follow_the_text_need_one_workload_per_axes(cpu, ax):
         plot_breakeven(cpu.cells[:0], ax=ax)
 
 
+def test_one_context_shows_its_intervals_as_bars(cpu):
+    cells = one(cpu.cells, num_speculative_tokens=4, workload="prose", context_len=2048)
+    for draw in (plot_breakeven, plot_speedup):
+        ax = draw(cells, ax=canvas.new_figure(3.4, 2.6).add_subplot())
+        bars = [line for group in ax.collections if isinstance(group, LineCollection) for line in group.get_segments()]
+        assert len(bars) == (3 if draw is plot_breakeven else 2)
+        assert_well_placed(ax.figure)
+
+
 def test_speedup_axes(cpu, ax):
     plot_speedup(one(cpu.cells, num_speculative_tokens=4, workload="prose"), ax=ax, labels={"sdpa": "SDPA"})
     assert "SDPA" in end_texts(ax)
@@ -358,7 +368,8 @@ def test_ax_none_makes_a_figure(cpu):
 @pytest.mark.parametrize("width_in", [style.TEXT_WIDTH_IN, style.COLUMN_WIDTH_IN])
 @pytest.mark.parametrize("draw", [figure_breakeven, figure_speedup])
 def test_breakeven_figures_are_well_placed(cpu, gpu, draw, width_in):
-    for result, panels in ((cpu, 4), (gpu, 2 if draw is figure_breakeven else 6)):
+    cases = [(cpu, 4)] if width_in < 5 else [(cpu, 4), (gpu, 2 if draw is figure_breakeven else 6)]
+    for result, panels in cases:
         figure = draw(result, width_in=width_in)
         assert sum(ax.get_visible() for ax in figure.axes) == panels
         assert figure.get_size_inches()[0] == width_in

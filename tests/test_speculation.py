@@ -167,10 +167,15 @@ def test_bad_arguments_are_named(options, name):
         speculate(ToyTarget(), NgramDrafter(), prompts, **arguments)
 
 
-@pytest.mark.parametrize("make", [
-    partial(NgramDrafter, max_ngram=1, min_ngram=2), partial(fixed_acceptance, -1), partial(rates_for_mean_length, 5.5, 4),
-    partial(random_acceptance, [0.2, 0.4], torch.Generator()),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(NgramDrafter, max_ngram=1, min_ngram=2),
+        partial(fixed_acceptance, -1),
+        partial(rates_for_mean_length, 5.5, 4),
+        partial(random_acceptance, [0.2, 0.4], torch.Generator()),
+    ],
+)
 def test_drafters_refuse_bad_settings(make):
     with pytest.raises(InputError, match="wanted"):
         make()

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from labkit.workloads import WORKLOADS, load_prompts
 
 from labkit.attention.api import available_backends
 from labkit.drafting.model import ModelDrafter
@@ -12,6 +11,7 @@ from labkit.models.target import ModelTarget
 from labkit.models.tokenizer import load_tokenizer
 from labkit.models.weights import load_model
 from labkit.speculation import speculate
+from labkit.workloads import WORKLOADS, load_prompts
 
 NEAR_TIE = 1e-4
 

@@ -108,7 +108,7 @@ def run(
 
 
 def measure(arms: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception]:
-    """One prompt: generate, then count. Greedy text is generated once, at the largest k, and replayed for the others."""
+    """One prompt: generate, then count. Greedy text is generated once, at the largest k, and replayed."""
     from labkit.models.recorded import RecordedTarget
     from labkit.speculation import accept_greedy, speculate
 
@@ -120,7 +120,7 @@ def measure(arms: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception
     live = _generate(first, prompt_ids, _target(first, prompt_ids))
     recorded = RecordedTarget([*live.prompt_ids, *live.output_ids], _vocab_size(first))
     stops = common.tokenizer(first["target"]).stop_token_ids
-    rows = []
+    rows: list[list[dict[str, Any]] | Exception] = []
     for arm in arms:
         generation = live
         if arm is not first:
@@ -223,7 +223,11 @@ def _row(point: dict[str, Any], digest: str, generation: Generation) -> dict[str
     """The counts of one generation. A step that a stop or the length limit cut is counted apart."""
     whole = [step for step in generation.steps if not step.truncated]
     k = point["num_speculative_tokens"]
-    counts = AcceptanceCounts.from_steps([(step.num_drafted_tokens, step.num_accepted_tokens) for step in whole], k)
+    counts = AcceptanceCounts.from_steps(
+        [(step.num_drafted_tokens, step.num_accepted_tokens) for step in whole],
+        k,
+        num_truncated_steps=len(generation.steps) - len(whole),
+    )
     low, high = workloads.context_band(point["context_len"] or len(generation.prompt_ids))
     return {
         "origin": "measured",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -109,7 +109,7 @@ def measure(cell: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception
     """Check each backend of a cell against the oracle on these inputs, then time the right ones in turn."""
     import torch
 
-    from labkit.attention.api import AttentionSpec, PreparedAttention, prepare
+    from labkit.attention.api import AttentionSpec, prepare
     from labkit.attention.inputs import check, make_inputs
     from labkit.timing import sample_rounds
 
@@ -118,7 +118,7 @@ def measure(cell: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception
     generator = torch.Generator().manual_seed(first["seed"])
     q, cache = make_inputs(shape, generator=generator, device=device, page_order=first["page_order"])
     results: list[list[dict[str, Any]] | Exception] = [[] for _ in cell]
-    calls: dict[str, PreparedAttention] = {}
+    calls: dict[str, Callable[[], object]] = {}
     facts: dict[str, dict[str, Any]] = {}
     for index, point in enumerate(cell):
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections import Counter
 from types import ModuleType
 from typing import Any
 
@@ -98,10 +99,7 @@ def _reasons(result: RunResult) -> dict[str, int]:
 
     rows = load_runs(result.path.parent.parent.name, result.path)
     failed = rows[rows["status"] != "ok"]
-    return {
-        f"{status}: {reason}": int(count)
-        for (status, reason), count in failed.value_counts(["status", "reason"]).items()
-    }
+    return dict(Counter(failed["status"] + ": " + failed["reason"].astype(str)))
 
 
 def _print(arguments: argparse.Namespace, content: dict[str, Any], text: str) -> None:

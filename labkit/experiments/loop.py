@@ -149,9 +149,9 @@ def measure(arms: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception
                 kept = results[arm_run.index]
                 assert isinstance(kept, list)
                 kept.extend(row | {"sample": len(kept) + i} for i, row in enumerate(rows))
-    for rows in results:
-        if isinstance(rows, list):
-            _mark_quality(rows)
+    for result in results:
+        if isinstance(result, list):
+            _mark_quality(result)
     return results
 
 

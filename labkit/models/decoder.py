@@ -1,7 +1,6 @@
 """A decoder of the Llama/Qwen family on labkit's attention and paged cache. Forward passes only."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -13,25 +12,11 @@ from labkit.errors import InputError
 from labkit.kv_cache import PagedKVCache
 from labkit.models.linear import Linear, activation_dtype, make_linear, resolve_linear_backend
 from labkit.models.norm import RMSNorm
+from labkit.models.rope import RopeScaling, pairs_from_halves, rope_table
 from labkit.shapes import ModelShape
 
 # Name and shape of a tensor in the layout of Hugging Face checkpoints -> its values, on any device, in any dtype.
 TensorSource = Callable[[str, tuple[int, ...]], Tensor]
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """Llama 3.1's stretch of the slow rotary frequencies (``rope_type`` "llama3" in a checkpoint's config)."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
-
-    def apply(self, frequencies: Tensor) -> Tensor:
-        turns = self.original_max_position_embeddings * frequencies / (2 * torch.pi)
-        keep = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
-        return frequencies * (keep + (1 - keep) / self.factor)
 
 
 class _Layer(NamedTuple):
@@ -42,15 +27,6 @@ class _Layer(NamedTuple):
     mlp_norm: RMSNorm
     gate_up: Linear
     down: Linear
-
-
-def _pairs_from_halves(tensor: Tensor, head_dim: int) -> Tensor:
-    """Reorder rows so that the rotary pair (i, i + head_dim / 2) of each head becomes (2i, 2i + 1): one complex number.
-
-    q and k take the same order, so their products stay what they were.
-    """
-    rows = tensor.view(-1, 2, head_dim // 2, *tensor.shape[1:])
-    return rows.transpose(1, 2).reshape(tensor.shape)
 
 
 class Decoder:
@@ -83,7 +59,7 @@ class Decoder:
         with torch.inference_mode():
             self.linear_backend = resolve_linear_backend(linear_backend, shape, dtype, self.device.type)
             self._activation_dtype = activation_dtype(self.linear_backend, dtype)
-            self._rope = self._rope_table(rope_scaling)
+            self._rope = rope_table(shape, rope_scaling).to(self.device)
             table_shape = (shape.vocab_size, shape.hidden_size)
             self._embedding = self._load(source("model.embed_tokens.weight", table_shape))
             self._layers = [self._build_layer(source, f"model.layers.{i}.") for i in range(shape.num_layers)]
@@ -102,15 +78,6 @@ class Decoder:
     def _linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
         return make_linear(weight, bias, self.linear_backend)
 
-    def _rope_table(self, scaling: RopeScaling | None) -> Tensor:
-        """complex64 ``[max_context_len, head_dim / 2]``; from float64: float32 angles are coarse at long contexts."""
-        steps = torch.arange(0, self.shape.head_dim, 2, dtype=torch.float64)
-        frequencies = self.shape.rope_theta ** (-steps / self.shape.head_dim)
-        if scaling is not None:
-            frequencies = scaling.apply(frequencies)
-        angles = torch.outer(torch.arange(self.shape.max_context_len, dtype=torch.float64), frequencies)
-        return torch.polar(torch.ones_like(angles), angles).to(torch.complex64).to(self.device)
-
     def _build_layer(self, source: TensorSource, prefix: str) -> _Layer:
         shape = self.shape
         hidden, mlp = shape.hidden_size, shape.intermediate_size
@@ -121,7 +88,7 @@ class Decoder:
             return self._load(source(prefix + name, size))
 
         def paired(kind: str, tensor: Tensor) -> Tensor:
-            return tensor if kind == "v" else _pairs_from_halves(tensor, shape.head_dim)
+            return tensor if kind == "v" else pairs_from_halves(tensor, shape.head_dim)
 
         weights = [paired(x, get(f"self_attn.{x}_proj.weight", width, hidden)) for x, width in qkv.items()]
         bias = qk_norm = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -89,7 +89,7 @@ class FilledTarget(ModelTarget):
     tokens are not, so acceptance must be imposed (`accept_forced`).
     """
 
-    def __init__(self, decoder: Decoder, *, generator: torch.Generator, **options):
+    def __init__(self, decoder: Decoder, *, generator: torch.Generator, **options: Any):
         super().__init__(decoder, **options)
         self._generator = generator
 

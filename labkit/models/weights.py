@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from labkit.errors import InputError
-from labkit.models.decoder import Decoder, RopeScaling
+from labkit.models.decoder import Decoder
 from labkit.models.gguf import dequantised_folder, smollm2_gguf
+from labkit.models.rope import RopeScaling
 from labkit.models.tokenizer import read_json
 from labkit.shapes import ModelShape, model_shape
 
