@@ -63,7 +63,7 @@ def attention_answer(df: pd.DataFrame, sidecars: Mapping[str, Mapping[str, Any]]
         x, floor = curve["context_len"].to_numpy(float), curve["floor_us"].to_numpy(float)
         slope = slope_us_per_1k(x, curve["attention_us"].to_numpy(float))
         text = f"- {backend}: {at[q_len] / at[1]:.1f} times as long, {slope_text(slope)} tokens of context"
-        if np.isfinite(floor).all() and len(x) > 1:
+        if np.isfinite(floor).all() and slope > 0:
             text += f", {slope / slope_us_per_1k(x, floor):.1f} times the floor of reading keys and values once"
         lines.append(text + ".")
     return "\n".join(lines)

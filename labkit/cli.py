@@ -160,8 +160,8 @@ def _compare(arguments: argparse.Namespace) -> int:
     from labkit.compare import compare_files
 
     comparison = compare_files(*arguments.runs, varying=arguments.varying, allow=arguments.allow)
-    _show(arguments, comparison.to_json(), comparison.to_text())
-    return FINDING if comparison.unexplained else 0
+    _show(arguments, comparison.to_dict(), comparison.to_text())
+    return 0 if comparison.comparable else FINDING
 
 
 def _tour(arguments: argparse.Namespace) -> None:

@@ -6,6 +6,7 @@ rest either cannot change a number or makes the comparison refuse.
 """
 
 import json
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -75,7 +76,9 @@ ROW_FIELDS = (
     "origin",
     "quality",
 )
-# Calibration is measured anew by each run; beyond this it is another machine state (throttled, shared).
+# Calibration is measured anew by each run. Of its numbers only these rates tell another machine state (throttled,
+# shared), when they differ by more than the tolerance; spreads and resolutions are noise.
+CALIBRATED_RATES = ("read_gb_per_s", "matrix_tflops_per_s")
 CALIBRATION_TOLERANCE = 0.1
 
 
@@ -134,7 +137,8 @@ class Comparison:
         lines = []
         for kind in ("asked_for", "allowed", "unexplained", "incidental"):
             for item in self.of_kind(kind):
-                lines.append(f"{kind.replace('_', ' '):12} {item.field}: {item.a} -> {item.b} ({item.why})")
+                values = " -> ".join(textwrap.shorten(str(side), 60, placeholder=" ...") for side in (item.a, item.b))
+                lines.append(f"{kind.replace('_', ' '):12} {item.field}: {values} ({item.why})")
         lines += [f"problem      {problem}" for problem in self.problems]
         if not self.comparable:
             lines.append("not comparable: the differences marked unexplained and the problems forbid a ratio")
@@ -249,8 +253,11 @@ class _Sorter:
             return "incidental", "differs between any two runs or follows from other fields"
         if last in ("commit", "dirty") and self.same_code:
             return "incidental", "the measuring code is the same"
-        if _covers("calibration", field) and _close(a, b):
-            return "incidental", f"measured anew, within {CALIBRATION_TOLERANCE:.0%}"
+        if _covers("calibration", field):
+            if not any(_covers(rate, field) for rate in CALIBRATED_RATES):
+                return "incidental", "measured anew, no rate"
+            if _close(a, b):
+                return "incidental", f"measured anew, within {CALIBRATION_TOLERANCE:.0%}"
         if last in MATCHED and isinstance(a, list) and isinstance(b, list) and _overlap(a, b):
             return "incidental", "only the common values are compared"
         return "unexplained", "neither asked for nor allowed"

@@ -16,7 +16,7 @@ from labkit.breakeven import Breakeven
 from labkit.canvas import add_header, add_legend, freeze_layout, new_figure
 from labkit.cost import floor_relative_cost
 from labkit.errors import InputError
-from labkit.plots import plot_breakeven, plot_speedup
+from labkit.plots import ACCEPTANCE_ORIGINS, plot_breakeven, plot_speedup
 from labkit.shapes import model_shape
 from labkit.style import INK, TEXT_WIDTH_IN, series_styles, styled
 
@@ -168,7 +168,9 @@ def _facets(
     grid = [[{}]] if not panels else _grid(panels, choices, 1 if width_in <= 5 else _MAX_COLUMNS)
     num_rows, num_columns = len(grid), max(map(len, grid))
     several = "workload" not in panels and cells["workload"].nunique() > 1
-    figure = new_figure(width_in, 0.95 + num_rows * (2.6 if several else 1.7 if num_columns > 2 else 2.0))
+    figure = new_figure(
+        width_in, (0.95 if width_in > 5 else 1.5) + num_rows * (2.6 if several else 1.7 if num_columns > 2 else 2.0)
+    )
     styles = series_styles(cells["verify_backend"].drop_duplicates())
     axes = figure.subplots(num_rows, num_columns, squeeze=False, sharex=True)
     for row, places in enumerate(grid):
@@ -244,16 +246,15 @@ def describe(
 
 def _legend(figure: Figure, cells: pd.DataFrame) -> None:
     """What curves, markers and shading mean, in one row under the panels."""
-    line = Line2D([], [], color=INK, linewidth=1.4)
-    marker = Line2D([], [], color=INK, linewidth=0.7, marker="D", markersize=4.0)
+    drawn = set(cells.loc[cells["mean_acceptance_length"].notna(), "origin"])
+    acceptance: dict[str, Any] = {"color": INK, "linewidth": 0.7, "marker": "D", "markersize": 4.0}
     entries: list[tuple[Artist, str]] = [
-        (line, "break-even length: step cost in plain decode steps"),
-        (marker, "measured acceptance length, pays above the curve"),
+        (Line2D([], [], color=INK, linewidth=1.4), "break-even length: step cost in plain decode steps")
     ]
-    if (cells["origin"] == "transferred").any():
-        entries.append(
-            (Line2D([], [], color=INK, linewidth=0.7, marker="D", markersize=4.0, markerfacecolor="white"), "borrowed")
-        )
+    if drawn - set(ACCEPTANCE_ORIGINS):
+        entries.append((Line2D([], [], **acceptance), "measured acceptance length, pays above the curve"))
+    if "transferred" in drawn:
+        entries.append((Line2D([], [], **acceptance, markerfacecolor="white"), "borrowed acceptance length"))
     if (cells["origin"] == "modelled").any():
         entries.append((Line2D([], [], color=INK, linewidth=1.4, linestyle=(0, (4.0, 1.8))), "modelled"))
     entries.append((Patch(facecolor="0.55", alpha=0.3, linewidth=0), "undecided (95 %)"))

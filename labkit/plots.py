@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, NullLocator
@@ -153,7 +154,7 @@ def plot_speedup(
         origin = origin_style(_origin(curve, acceptance=False))
         hollow = not origin_style(_origin(curve, acceptance=True)).filled
         fine, (middle, low, high) = interpolate(x, curve, ["speedup", "speedup_low", "speedup_high"])
-        ax.fill_between(fine, low, high, color=style.color, alpha=0.16, linewidth=0)
+        _band(ax, fine, low, high, style.color)
         ax.plot(fine, middle, color=style.color, linestyle=origin.linestyle)
         _markers(ax, x, curve["speedup"], style.color, style.marker, hollow)
         ends.add(x[-1], curve["speedup"].iloc[-1], (labels or {}).get(name, name), color=style.color)
@@ -211,6 +212,13 @@ def _markers(ax: Axes, x: Any, y: Any, color: str, marker: str, hollow: bool, si
     )
 
 
+def _band(ax: Axes, x: np.ndarray, low: np.ndarray, high: np.ndarray, color: str) -> Artist:
+    """An interval as a band, or as a bar where a single context leaves no width."""
+    if len(x) > 1:
+        return ax.fill_between(x, low, high, color=color, alpha=0.17, linewidth=0)
+    return ax.vlines(x, low, high, color=color, linewidth=0.9)
+
+
 def _draw_cost(ax: Axes, curve: pd.DataFrame, style: SeriesStyle, below: Rectangle) -> None:
     """Curve, band and measured points of one backend; nothing is drawn above the ceiling."""
     origin = origin_style(_origin(curve, acceptance=False))
@@ -219,7 +227,7 @@ def _draw_cost(ax: Axes, curve: pd.DataFrame, style: SeriesStyle, below: Rectang
         x = part["context_len"].to_numpy(float)
         names = ["relative_step_cost", "relative_step_cost_low", "relative_step_cost_high"]
         fine, (middle, low, high) = interpolate(x, part, names)
-        band = ax.fill_between(fine, low, high, color=style.color, alpha=0.18, linewidth=0)
+        band = _band(ax, fine, low, high, style.color)
         (line,) = ax.plot(fine, middle, color=style.color, linestyle=origin.linestyle)
         for artist in (band, line):
             artist.set_clip_path(below)

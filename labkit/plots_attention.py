@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from itertools import pairwise
+from textwrap import shorten
 from typing import Any
 
 import numpy as np
@@ -259,7 +260,10 @@ def _tag_kernels(segments: list[pd.DataFrame], column: str, style: SeriesStyle, 
         left, right = before.iloc[-1], after.iloc[0]
         x = float(np.sqrt(left["context_len"] * right["context_len"]))
         low, high = sorted((left[column], right[column]))
-        notes.add([(f"{left['kernel']} | {right['kernel']}", style.color)], stretch=(x, low, high))
+        notes.add(
+            [(" | ".join(shorten(str(end["kernel"]), 24, placeholder="...") for end in (left, right)), style.color)],
+            stretch=(x, low, high),
+        )
 
 
 def _with_slope(name: str, slope: float) -> str:

@@ -126,5 +126,7 @@ def _ratio(
 
 def _median_and_deviations(logs: np.ndarray, resamples: int, rng: np.random.Generator) -> tuple[float, np.ndarray]:
     median = float(np.median(logs))
+    if len(logs) < 2:
+        return median, np.full(resamples, np.nan)
     spread = student_spread(len(logs), resamples, rng, of_medians=True)
     return median, spread * (resampled_medians(logs[:, None], resamples, rng)[:, 0] - median)

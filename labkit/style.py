@@ -213,7 +213,7 @@ def context_ticks(low: float, high: float, *, max_ticks: int = 6) -> list[int]:
 
 def context_axis(ax: Axes, low: float, high: float, *, label: bool = True, max_ticks: int = 6) -> None:
     """Make x a log2 axis over ``low`` to ``high`` tokens with ticks like ``1K 4K 16K`` and a minor tick per octave."""
-    pad = 0.04 * max(1.0, math.log2(high / low))
+    pad = 0.04 * max(1.0, math.log2(high / low)) if high > low else 0.5
     ax.set_xscale("log", base=2)
     low, high = low * 2**-pad, high * 2**pad
     ax.set_xlim(low, high)

@@ -1,55 +1,25 @@
-"""Prompts by workload, long contexts built from them, and the context bands that acceptance and cost are joined on."""
+"""Prompts by workload, long contexts built from them, and the bands that join acceptance and cost."""
 
-import functools
 import hashlib
-import importlib.util
 import json
 import math
-import random
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
 
 from labkit.errors import InputError
+from labkit.filler import FillerKind, filler_digest, filler_text
 from labkit.paths import REFERENCE
 
 WORKLOADS = ("code_editing", "prose", "chat", "code_writing", "json_extraction", "math", "multi_turn_agent")
 ROLES = ("system", "user", "assistant")
-FillerKind = Literal["text", "code"]
 Message = dict[str, str]
 Encode = Callable[[list[Message]], Sequence[int]]
 
 CONTEXT_TOLERANCE = 8
 SEPARATOR = "\n\n---\n\n"
+_TEXT_FIELDS = ("id", "workload", "prompt", "answer", "reference")
 _CODE_WORKLOADS = ("code_editing", "code_writing")
-# Sources that CPython ships as plain files on every platform since 3.11; none of them is frozen.
-_CODE_MODULES = (
-    *(
-        "argparse",
-        "ast",
-        "configparser",
-        "dataclasses",
-        "difflib",
-        "doctest",
-        "fractions",
-        "inspect",
-        "ipaddress",
-    ),
-    *(
-        "mailbox",
-        "pickle",
-        "shutil",
-        "smtplib",
-        "statistics",
-        "subprocess",
-        "tarfile",
-        "threading",
-        "traceback",
-    ),
-    *("typing", "uuid"),
-)
-_PASSAGE_CHARS = 4000
 
 
 @dataclass(frozen=True)
@@ -111,7 +81,7 @@ class Context:
     kind, seed
         Which filler, in which order.
     filler_digest : str
-        Tells the text of one Python version from that of another; the same for all prompts, seeds and lengths.
+        Tells the sources of one Python version from another's; the same for all prompts, seeds and lengths.
     """
 
     prompt: Prompt
@@ -143,16 +113,16 @@ def load_prompts(workload: str, limit: int | None = None) -> list[Prompt]:
 
 
 def load_prompt_file(path: str | Path) -> list[Prompt]:
-    """Read prompts from JSON lines: each an object with ``prompt`` (a text) or ``messages``; empty lines are skipped.
+    """Read prompts from JSON lines: objects with ``prompt`` (a text) or ``messages``. Empty lines are skipped.
 
-    ``id``, ``workload``, ``answer``, ``reference`` and ``note`` are optional. The workload defaults to the file's name
-    without its suffix, the id to that and the line number.
+    ``id``, ``workload``, ``answer`` and ``reference`` are optional texts; other fields are ignored. The workload
+    defaults to the file's name without its suffix, the id to the workload and the line number.
 
     Raises
     ------
     InputError
-        The file cannot be read or holds no prompt, a line is not a prompt, or an id occurs twice. The message names
-        the file and the line.
+        The file cannot be read or holds no prompt, a line is not a prompt, or an id occurs twice. The message
+        names the file and the line.
     """
     path = Path(path)
     try:
@@ -183,14 +153,10 @@ def _parse_line(line: str, *, workload: str, number: int) -> Prompt:
         raise ValueError(f"wanted a JSON object on one line: {error}") from error
     if not isinstance(fields, dict):
         raise ValueError(f"wanted a JSON object, got {line.strip()!r:.60}")
-    if unknown := set(fields) - {"id", "workload", "prompt", "messages", "answer", "reference", "note"}:
-        raise ValueError(
-            f"unknown field {min(unknown)!r}; wanted prompt or messages, id, workload, answer, reference, note"
-        )
     if ("prompt" in fields) == ("messages" in fields):
         raise ValueError("wanted either a field prompt or a field messages")
-    for name in set(fields) - {"messages"}:
-        if not isinstance(fields[name], str):
+    for name in _TEXT_FIELDS:
+        if name in fields and not isinstance(fields[name], str):
             raise ValueError(f"{name} wants a text, got {fields[name]!r:.60}")
     messages = fields["messages"] if "messages" in fields else [{"role": "user", "content": fields["prompt"]}]
     if not isinstance(messages, list):
@@ -210,9 +176,9 @@ def build_context(
 ) -> Context:
     """Put a filler before a prompt so that the whole has `num_tokens` tokens.
 
-    The filler of a shorter context is a prefix of the filler of a longer one, and the prompt stands unchanged at the
-    end of both: only the length differs. All prompts of a seed share one filler, so that a target's cache holds it once
-    for all of them; another seed orders the passages anew.
+    The filler of a shorter context is a prefix of the filler of a longer one, and the prompt stands unchanged
+    at the end of both: only the length differs. All prompts of a seed share one filler, so that a target's cache
+    holds it once for all of them; another seed orders the passages anew.
 
     Parameters
     ----------
@@ -264,10 +230,10 @@ def _with_filler(messages: Sequence[Message], filler: str) -> list[Message]:
 
 
 def _longest_fit(count: Callable[[int], int], limit: int, length: int) -> int:
-    """Return a cut in 0..length whose count is `limit`, else the last one below it.
+    """Return a cut in 0..length whose count is `limit`, else one that comes close from below.
 
-    A tokenizer's count nearly grows with the cut, so a bracket stays valid; interpolation and halving take turns, since
-    a run of blanks (one token) would make interpolation creep.
+    A tokenizer's count nearly grows with the cut, so a bracket stays valid. Interpolation and halving take
+    turns, since interpolation alone would creep through a run of blanks (one token).
     """
     low, low_count = 0, count(0)
     if low_count == limit:
@@ -288,67 +254,17 @@ def _longest_fit(count: Callable[[int], int], limit: int, length: int) -> int:
         else:
             high, high_count = middle, middle_count
         interpolate = not interpolate
-    return low
-
-
-def filler_text(kind: FillerKind, *, order: str) -> str:
-    """Return all passages of the text or code that this Python installation carries, shuffled by `order`.
-
-    About 110,000 tokens of text (the language reference behind ``help()``) or 300,000 of code (the standard library).
-
-    Raises
-    ------
-    InputError
-        `kind` is unknown, or this installation lacks the sources.
-    """
-    passages = list(_passages(kind))
-    random.Random(f"{kind}:{order}").shuffle(passages)
-    return "\n\n".join(passages)
-
-
-def filler_digest(kind: FillerKind) -> str:
-    """First 12 hex digits of the SHA-256 of the passages, before they are shuffled."""
-    return _digest("\0".join(_passages(kind)))
-
-
-@functools.lru_cache
-def _passages(kind: FillerKind) -> tuple[str, ...]:
-    """Documents cut at blank lines into passages of at most about 4,000 characters."""
-    if kind not in get_args(FillerKind):
-        raise InputError(f"kind wants one of {', '.join(get_args(FillerKind))}, got {kind!r}")
-    passages = []
-    for document in _text_documents() if kind == "text" else _code_documents():
-        passage = ""
-        for paragraph in document.strip().split("\n\n"):
-            if passage and len(passage) + len(paragraph) > _PASSAGE_CHARS:
-                passages.append(passage)
-                passage = ""
-            passage = f"{passage}\n\n{paragraph}" if passage else paragraph
-        passages.append(passage)
-    return tuple(passages)
-
-
-def _text_documents() -> Iterator[str]:
-    try:
-        from pydoc_data.topics import topics
-    except ImportError as error:
-        raise InputError(f"the text filler needs the pydoc_data package of the standard library: {error}") from error
-    return (topics[name] for name in sorted(topics))
-
-
-def _code_documents() -> Iterator[str]:
-    for name in _CODE_MODULES:
-        spec = importlib.util.find_spec(name)
-        if spec is None or not spec.origin or not spec.origin.endswith(".py"):
-            raise InputError(f"the code filler needs the source of the standard module {name}, which is not installed")
-        yield Path(spec.origin).read_text(encoding="utf-8")
+    if low_count == limit:
+        return low
+    # A word that is cut elsewhere can be one token more.
+    return next((cut for cut in range(low, max(low - 32, 0), -1) if count(cut) == limit), low)
 
 
 def context_band(context_len: int) -> tuple[int, int]:
     """Return the band ``low <= context_len < high`` that acceptance and cost are joined on.
 
-    Bands surround the powers of two; their edges are the geometric means of neighbouring powers, rounded down:
-    512 lies in (362, 724), 2048 in (1448, 2896), 6144 in (5792, 11585). An empty context has a band of its own.
+    Bands surround the powers of two from 4 on. Their edges are the geometric means of neighbouring powers, rounded
+    down: 512 lies in (362, 724), 2048 in (1448, 2896), 6144 in (5792, 11585). An empty context has its own.
 
     Parameters
     ----------
@@ -376,10 +292,10 @@ def _band_edge(exponent: int) -> int:
 
 
 def repeated_ngram_share(token_ids: Sequence[Hashable], n: int = 4) -> float | None:
-    """Share (0..1) of the n-grams of an output that occurred in it before: near 1 for text that goes in circles.
+    """Return the share (0..1) of an output's n-grams that occurred in it before: near 1 when it goes in circles.
 
-    A drafter that looks tokens up accepts such text almost wholly, so its acceptance says nothing about the workload.
-    None when the output is shorter than `n` tokens. The prompt is not counted.
+    Nearly every draft for such text is accepted, so its acceptance says nothing about the workload. None when
+    the output is shorter than `n` tokens. The prompt is not counted.
 
     Raises
     ------

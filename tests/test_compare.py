@@ -79,10 +79,12 @@ def kinds(comparison: Any) -> dict[str, str]:
 
 
 def test_two_runs_of_the_same_thing_differ_only_incidentally() -> None:
-    same = compare_runs(SIDECAR, changed(calibration__read_gb_per_s=4250.0, provenance__commit="def", num_rows=90))
+    calibration = {"read_gb_per_s": 4250.0, "timer_resolution_ms": 0.002}
+    same = compare_runs(SIDECAR, changed(calibration=calibration, provenance__commit="def", num_rows=90))
     assert same.comparable
     assert set(kinds(same).values()) == {"incidental"}
-    assert set(kinds(same)) == {"run_id", "started", "calibration.read_gb_per_s", "provenance.commit", "num_rows"}
+    measured = {"calibration.read_gb_per_s", "calibration.timer_resolution_ms"}
+    assert set(kinds(same)) == {"run_id", "started", "provenance.commit", "num_rows", *measured}
 
 
 @pytest.mark.parametrize(

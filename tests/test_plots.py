@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
@@ -335,6 +336,15 @@ def test_costs_that_follow_the_text_need_one_workload_per_axes(cpu, ax):
         plot_breakeven(cpu.cells, ax=ax)
     with pytest.raises(InputError, match="want at least one"):
         plot_breakeven(cpu.cells[:0], ax=ax)
+
+
+def test_one_context_shows_its_intervals_as_bars(cpu):
+    cells = one(cpu.cells, num_speculative_tokens=4, workload="prose", context_len=2048)
+    for draw in (plot_breakeven, plot_speedup):
+        ax = draw(cells, ax=canvas.new_figure(3.4, 2.6).add_subplot())
+        bars = [line for group in ax.collections if isinstance(group, LineCollection) for line in group.get_segments()]
+        assert len(bars) == (3 if draw is plot_breakeven else 2)
+        assert_well_placed(ax.figure)
 
 
 def test_speedup_axes(cpu, ax):

@@ -223,7 +223,11 @@ def _row(point: dict[str, Any], digest: str, generation: Generation) -> dict[str
     """The counts of one generation. A step that a stop or the length limit cut is counted apart."""
     whole = [step for step in generation.steps if not step.truncated]
     k = point["num_speculative_tokens"]
-    counts = AcceptanceCounts.from_steps([(step.num_drafted_tokens, step.num_accepted_tokens) for step in whole], k)
+    counts = AcceptanceCounts.from_steps(
+        [(step.num_drafted_tokens, step.num_accepted_tokens) for step in whole],
+        k,
+        num_truncated_steps=len(generation.steps) - len(whole),
+    )
     low, high = workloads.context_band(point["context_len"] or len(generation.prompt_ids))
     return {
         "origin": "measured",
