@@ -39,9 +39,7 @@ def parse_axes(assignments: Sequence[str], defaults: Mapping[str, Sequence[Any]]
             raise InputError(f"--set {name}: no such axis; the axes are {', '.join(sorted(defaults))}")
         if name in axes:
             raise InputError(f"--set {name}: given twice")
-        axes[name] = [
-            value for part in values.split(",") for value in _values(name, part.strip(), defaults[name])
-        ]
+        axes[name] = [value for part in values.split(",") for value in _values(name, part.strip(), defaults[name])]
     return axes
 
 

@@ -56,13 +56,17 @@ def _build_parser() -> _Parser:
         return sub
 
     doctor = add("doctor", _doctor, "device, versions, and each backend: usable or why not")
-    doctor.add_argument("--calibrate", action="store_true", help="measure read bandwidth, matrix rate and noise (seconds)")
+    doctor.add_argument(
+        "--calibrate", action="store_true", help="measure read bandwidth, matrix rate and noise (seconds)"
+    )
     _json_flag(doctor)
 
     run = add("run", _run, "measure a grid; resumes where an equal run stopped")
     run.add_argument("experiment", choices=EXPERIMENTS)
     run.add_argument("--preset", default="auto", help="cpu, gpu, ci or auto (gpu where there is one)")
-    run.add_argument("--set", action="append", default=[], metavar="AXIS=V,..", dest="assignments", help="replace an axis")
+    run.add_argument(
+        "--set", nargs="+", action="extend", default=[], metavar="AXIS=V,..", dest="assignments", help="replace an axis"
+    )
     run.add_argument("--model", metavar="DIR|NAME", help="target: a preset name or a folder of safetensors")
     run.add_argument("--backend-file", type=Path, metavar="F.py", help="a file that registers an attention backend")
     run.add_argument("--out", type=Path, metavar="DIR", help="where runs are stored (default data/runs)")
@@ -131,16 +135,16 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    from labkit.check import check_paths
+    from labkit.check import check_run
 
-    findings = check_paths(arguments.paths)
+    findings = [finding for path in arguments.paths for finding in check_run(path)]
     text = "\n".join(map(str, findings)) or "no findings"
     _show(arguments, [vars(finding) for finding in findings], text)
     return FINDING if findings else 0
 
 
 def _breakeven(arguments: argparse.Namespace) -> None:
-    from labkit.verdict import verdict_from_files
+    from labkit.verdict import render, verdict_from_files
 
     result = verdict_from_files(
         arguments.cost,
@@ -149,15 +153,15 @@ def _breakeven(arguments: argparse.Namespace) -> None:
         acceptance_from=arguments.acceptance_from,
         baseline=arguments.baseline,
     )
-    _show(arguments, result.to_json(), result.to_text())
+    print(result.to_json() if arguments.json else render(result))
 
 
 def _compare(arguments: argparse.Namespace) -> int:
     from labkit.compare import compare_files
 
     comparison = compare_files(*arguments.runs, varying=arguments.varying, allow=arguments.allow)
-    _show(arguments, comparison.to_json(), comparison.to_text())
-    return FINDING if comparison.unexplained else 0
+    _show(arguments, comparison.to_dict(), comparison.to_text())
+    return 0 if comparison.comparable else FINDING
 
 
 def _tour(arguments: argparse.Namespace) -> None:
@@ -167,11 +171,13 @@ def _tour(arguments: argparse.Namespace) -> None:
 
 
 def _batch(arguments: argparse.Namespace) -> int:
-    from labkit.batch import run_notebooks
+    from labkit.batch import failed
+    from labkit.tour import batch
 
-    verdicts = run_notebooks(arguments.notebooks, preset=arguments.preset, out_dir=arguments.out)
-    _show(arguments, [vars(verdict) for verdict in verdicts], "\n".join(map(str, verdicts)))
-    return FINDING if any(verdict.status != "ok" for verdict in verdicts) else 0
+    verdicts = batch(arguments.notebooks, preset=arguments.preset, out_dir=arguments.out, quiet=arguments.json)
+    if arguments.json:
+        print(json.dumps([vars(verdict) for verdict in verdicts], indent=2))
+    return FINDING if failed(verdicts) else 0
 
 
 def _demo(arguments: argparse.Namespace) -> int:

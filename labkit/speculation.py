@@ -71,9 +71,7 @@ class Draft:
     def from_lists(cls, tokens: Sequence[Sequence[int]]) -> Draft:
         longest = max((len(row) for row in tokens), default=0)
         padded = [[*row, *[0] * (longest - len(row))] for row in tokens]
-        return cls(
-            torch.tensor(padded, dtype=torch.int64).view(len(tokens), longest), [len(row) for row in tokens]
-        )
+        return cls(torch.tensor(padded, dtype=torch.int64).view(len(tokens), longest), [len(row) for row in tokens])
 
 
 class Drafter(Protocol):
@@ -164,9 +162,7 @@ def speculate(
             request.steps.append(record)
         step_index += 1
     return [
-        Generation(
-            r.token_ids[: r.num_prompt_tokens], r.token_ids[r.num_prompt_tokens :], r.finish_reason, r.steps
-        )
+        Generation(r.token_ids[: r.num_prompt_tokens], r.token_ids[r.num_prompt_tokens :], r.finish_reason, r.steps)
         for r in requests
     ]
 
@@ -207,9 +203,7 @@ def accept_sampling(
     else:
         draft_probs = draft.probs.to(logits.device)
         q_draft = draft_probs.gather(2, tokens[..., None])[..., 0]
-    uniform = torch.rand(
-        batch_size, num_drafts, generator=generator, device=logits.device, dtype=p_draft.dtype
-    )
+    uniform = torch.rand(batch_size, num_drafts, generator=generator, device=logits.device, dtype=p_draft.dtype)
     accepted = _leading_true(uniform * q_draft < p_draft, draft)
 
     rows = torch.arange(batch_size, device=logits.device)
@@ -228,9 +222,7 @@ def accept_sampling(
 def sampling_probs(logits: Tensor, *, temperature: float, top_p: float) -> Tensor:
     """Softmax at a temperature, cut to the smallest set of tokens that holds ``top_p``. fp32, shape of ``logits``."""
     if not temperature > 0:
-        raise ValueError(
-            f"temperature: wanted a number above 0, got {temperature!r}; greedy is accept_greedy"
-        )
+        raise ValueError(f"temperature: wanted a number above 0, got {temperature!r}; greedy is accept_greedy")
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p: wanted a number in (0, 1], got {top_p!r}")
     probs = torch.softmax(logits.float() / temperature, dim=-1)
@@ -271,9 +263,7 @@ def _check(drafter: Drafter | None, prompts: Sequence[Sequence[int]], k: int, ma
     if k < 0:
         raise ValueError(f"num_speculative_tokens: wanted 0 or more, got {k}")
     if (drafter is None) != (k == 0):
-        raise ValueError(
-            f"num_speculative_tokens={k} and drafter={drafter!r}: a drafter goes with k >= 1, none with 0"
-        )
+        raise ValueError(f"num_speculative_tokens={k} and drafter={drafter!r}: a drafter goes with k >= 1, none with 0")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens: wanted 1 or more, got {max_new_tokens}")
     if not prompts or any(len(prompt) == 0 for prompt in prompts):

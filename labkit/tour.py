@@ -5,9 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from labkit import paths, verdict
 from labkit.errors import InputError
+
+if TYPE_CHECKING:
+    from labkit.batch import Verdict
 
 
 def tour(out_dir: Path | None = None) -> Path:
@@ -29,22 +33,43 @@ def tour(out_dir: Path | None = None) -> Path:
     return png
 
 
+def batch(names: Sequence[str], *, preset: str, out_dir: Path, quiet: bool = False) -> list[Verdict]:
+    """Run notebooks by name, number or file, all when none is named; preset ``auto`` is gpu or cpu as the machine is.
+
+    Raises InputError for an unknown preset or notebook.
+    """
+    from labkit.batch import preset_parameters, run_batch
+
+    if preset == "auto":
+        from labkit.experiments.common import auto_preset
+
+        preset = auto_preset()
+    preset_parameters(preset)
+    known = sorted(paths.NOTEBOOKS.glob("*.ipynb"))
+    chosen = [_notebook(name, known) for name in names]
+    return run_batch(chosen or None, preset=preset, out_dir=out_dir, progress=None if quiet else print)
+
+
+def _notebook(name: str, known: Sequence[Path]) -> Path:
+    found = [path for path in known if name in (path.stem, path.stem.partition("_")[0], path.name)]
+    if found:
+        return found[0]
+    if Path(name).suffix == ".ipynb" and Path(name).is_file():
+        return Path(name)
+    raise InputError(f"notebook {name!r}: no such name; the notebooks are {', '.join(path.stem for path in known)}")
+
+
 def demo(out_dir: Path, *, preset: str = "auto") -> int:
     """Measure on this machine through the notebooks; figures, HTML and the break-even table land in ``out_dir``.
 
     Returns 0, or 1 when a notebook failed (its executed copy is kept).
     """
-    from labkit.batch import failed, run_batch
+    from labkit.batch import failed
 
     begin = time.monotonic()
-    if preset == "auto":
-        from labkit.experiments.common import auto_preset
-
-        preset = auto_preset()
     # The summary goes last: it reads what the others measured.
     names = ["01_verify_attention", "03_acceptance", "04_breakeven", "00_start_here"]
-    notebooks = [paths.NOTEBOOKS / f"{name}.ipynb" for name in names]
-    verdicts = run_batch(notebooks, preset=preset, out_dir=out_dir)
+    verdicts = batch(names, preset=preset, out_dir=out_dir)
     runs = Path(out_dir).resolve() / "runs"
     status = 0
     if failed(verdicts):
@@ -69,7 +94,9 @@ def committed_figures(*, stale_only: bool = False, names: Sequence[str] = ()) ->
         stale = stale_figures()
         print("\n".join(f"{name}: {reason}" for name, reason in stale.items()) or "all figures are up to date")
         return 1 if stale else 0
-    verdicts = run_batch(preset="committed", parameters={"figures_dir": str(paths.FIGURES)}, out_dir=paths.BUILD / "figures")
+    verdicts = run_batch(
+        preset="committed", parameters={"figures_dir": str(paths.FIGURES)}, out_dir=paths.BUILD / "figures"
+    )
     if bad := failed(verdicts):
         raise InputError(f"notebooks failed: {', '.join(bad)}; see {paths.BUILD / 'figures'}")
     return 0

@@ -44,13 +44,12 @@ def verdict_from_files(
     InputError
         No run where one was named, a broken one, or sides that do not join.
     """
+    imposed = parse_length(acceptance_length) if acceptance_length else None
     rows = load_runs("loop", *cost_paths, gpu=gpu)
     costs = fixed_context(rows)
     if costs.empty:
         raise InputError("cost: these loop runs generated from prompts; wanted a cost run (acceptance=none)")
-    acceptance = (
-        parse_length(acceptance_length) if acceptance_length else load_runs("acceptance", *(acceptance_paths or ()))
-    )
+    acceptance = load_runs("acceptance", *(acceptance_paths or ()), gpu=gpu) if imposed is None else imposed
     return breakeven(costs, acceptance, acceptance_from=acceptance_from, baseline=baseline)
 
 

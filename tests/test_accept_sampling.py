@@ -34,9 +34,7 @@ def test_first_and_second_token_follow_the_target(temperature, top_p, kind):
     if kind == "certain":
         tokens, probs = torch.full((DRAWS, 2), 3), None
     elif kind == "sampled":
-        tokens = torch.multinomial(draft_probs, 2 * DRAWS, replacement=True, generator=generator).view(
-            DRAWS, 2
-        )
+        tokens = torch.multinomial(draft_probs, 2 * DRAWS, replacement=True, generator=generator).view(DRAWS, 2)
         probs = draft_probs.expand(DRAWS, 2, VOCAB)
     else:
         tokens, probs = torch.empty(DRAWS, 0, dtype=torch.int64), None
@@ -49,9 +47,7 @@ def test_first_and_second_token_follow_the_target(temperature, top_p, kind):
     assert chi_square_p(first_token_counts(logits, draft, result), target) > 1e-3
 
     accepted, added = result
-    for first in range(
-        VOCAB if k else 0
-    ):  # given an accepted first draft, the second token follows table[first]
+    for first in range(VOCAB if k else 0):  # given an accepted first draft, the second token follows table[first]
         chosen = (accepted >= 1) & (tokens[:, 0] == first)
         if chosen.sum() > 500:
             second = torch.where(accepted >= 2, tokens[:, 1], added)[chosen]
@@ -79,9 +75,7 @@ def test_draft_lengths_differ_within_a_batch():
     assert added == [0, 0, 0]
 
 
-@pytest.mark.parametrize(
-    "options", [{"temperature": 0.0}, {"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.5}]
-)
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.5}])
 def test_bad_sampling_settings_are_named(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         sampling_probs(torch.zeros(4), **({"temperature": 1.0, "top_p": 1.0} | options))

@@ -1,4 +1,4 @@
-"""One truth for dependencies: pyproject.toml names them, requirements.lock resolves them, environment.yml repeats them."""
+"""One truth for dependencies: pyproject.toml names, requirements.lock resolves, environment.yml repeats them."""
 
 import re
 import tomllib

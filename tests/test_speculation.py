@@ -20,9 +20,7 @@ def plain(target, prompts, num_tokens, **options):
 
 
 @pytest.mark.parametrize("k", [1, 2, 5])
-@pytest.mark.parametrize(
-    "make", [lambda t: NgramDrafter(min_ngram=1), lambda t: OracleDrafter(t, (True, False) * 3)]
-)
+@pytest.mark.parametrize("make", [lambda t: NgramDrafter(min_ngram=1), lambda t: OracleDrafter(t, (True, False) * 3)])
 def test_speculative_greedy_equals_plain_greedy(k, make):
     target = ToyTarget()
     expected = plain(target, PROMPTS, 40)
@@ -42,9 +40,7 @@ def test_each_request_advances_by_its_own_acceptance_and_leaves():
             pass
 
         def propose(self, requests, k):
-            rows = [
-                (right if r.index == 0 else wrong).propose([r], k).token_ids[0].tolist() for r in requests
-            ]
+            rows = [(right if r.index == 0 else wrong).propose([r], k).token_ids[0].tolist() for r in requests]
             return Draft.from_lists(rows)
 
     fast, slow = speculate(target, Mixed(), PROMPTS[:2], num_speculative_tokens=4, max_new_tokens=21)
@@ -114,18 +110,13 @@ def test_ngram_index_extended_step_by_step_equals_one_built_at_once():
         request.token_ids[:] = text[:end]
         fresh = NgramDrafter()
         fresh.start([request])
-        assert (
-            stepwise.propose([request], 6).token_ids.tolist()
-            == fresh.propose([request], 6).token_ids.tolist()
-        )
+        assert stepwise.propose([request], 6).token_ids.tolist() == fresh.propose([request], 6).token_ids.tolist()
 
 
 def test_forced_drafter_imposes_length_and_acceptance():
     target = ToyTarget()
     drafter = ForcedDrafter(NgramDrafter(), accepted=fixed_acceptance(2), length=3)
-    (got,) = speculate(
-        target, drafter, [[1, 2]], num_speculative_tokens=4, max_new_tokens=31, accept=accept_forced
-    )
+    (got,) = speculate(target, drafter, [[1, 2]], num_speculative_tokens=4, max_new_tokens=31, accept=accept_forced)
     assert {(step.num_drafted_tokens, step.num_accepted_tokens) for step in got.steps} == {(3, 2)}
     assert len(got.steps) == 10
 
@@ -145,15 +136,11 @@ def test_recorded_text_gives_the_counts_of_the_live_loop():
     for k in (1, 2, 4):
         live = speculate(target, NgramDrafter(), [[1, 2, 3]], num_speculative_tokens=k, max_new_tokens=60)[0]
         recorded = RecordedTarget([*text.prompt_ids, *text.output_ids], target.vocab_size)
-        replayed = speculate(
-            recorded, NgramDrafter(), [[1, 2, 3]], num_speculative_tokens=k, max_new_tokens=60
-        )[0]
+        replayed = speculate(recorded, NgramDrafter(), [[1, 2, 3]], num_speculative_tokens=k, max_new_tokens=60)[0]
         assert replayed.output_ids == live.output_ids
         counts = [(s.num_drafted_tokens, s.num_accepted_tokens, s.truncated) for s in live.steps]
         # The last step may draft past the end of the recording, where there is nothing to agree with.
-        assert [(s.num_drafted_tokens, s.num_accepted_tokens, s.truncated) for s in replayed.steps][
-            :-1
-        ] == counts[:-1]
+        assert [(s.num_drafted_tokens, s.num_accepted_tokens, s.truncated) for s in replayed.steps][:-1] == counts[:-1]
 
 
 def test_accept_greedy_never_counts_padding():
@@ -180,10 +167,15 @@ def test_bad_arguments_are_named(options, name):
         speculate(ToyTarget(), NgramDrafter(), prompts, **arguments)
 
 
-@pytest.mark.parametrize("make", [
-    partial(NgramDrafter, max_ngram=1, min_ngram=2), partial(fixed_acceptance, -1), partial(rates_for_mean_length, 5.5, 4),
-    partial(random_acceptance, [0.2, 0.4], torch.Generator()),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(NgramDrafter, max_ngram=1, min_ngram=2),
+        partial(fixed_acceptance, -1),
+        partial(rates_for_mean_length, 5.5, 4),
+        partial(random_acceptance, [0.2, 0.4], torch.Generator()),
+    ],
+)
 def test_drafters_refuse_bad_settings(make):
     with pytest.raises(InputError, match="wanted"):
         make()

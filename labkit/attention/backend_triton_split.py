@@ -43,7 +43,7 @@ def choose_num_splits(num_tiles: int, max_kv_len: int, head_dim: int, num_sms: i
 
 
 def prepare(q: Tensor, cache: PagedKVCache, spec: AttentionSpec) -> tuple[Run, dict[str, Any]]:
-    """One launch of grid (batch_size, num_kv_heads x row tiles, splits), and a merge of more than one split."""
+    """One launch, grid (batch_size, num_kv_heads x row tiles, splits), and a merge if there is more than one split."""
     from labkit.attention.triton_split_kernel import merge_kernel, split_kernel
 
     batch_size, q_len, num_qo_heads, head_dim = q.shape

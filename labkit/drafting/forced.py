@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 
@@ -35,9 +36,7 @@ class ForcedDrafter:
         shared = min(length, draft.token_ids.shape[1])
         tokens[:, :shared] = draft.token_ids[:, :shared]
         kept = [self.accepted(length) for _ in requests]
-        return replace(
-            draft, token_ids=tokens, lengths=[length] * len(requests), probs=None, forced_accepted=kept
-        )
+        return replace(draft, token_ids=tokens, lengths=[length] * len(requests), probs=None, forced_accepted=kept)
 
 
 def fixed_acceptance(num_accepted: int) -> Callable[[int], int]:
@@ -49,9 +48,7 @@ def fixed_acceptance(num_accepted: int) -> Callable[[int], int]:
 
 def random_acceptance(rates: Sequence[float], generator: torch.Generator) -> Callable[[int], int]:
     """Keep a random number with unconditional per-position ``rates``, non-increasing, each in 0..1."""
-    if any(not 0 <= rate <= 1 for rate in rates) or any(
-        a < b for a, b in zip(rates, rates[1:], strict=False)
-    ):
+    if any(not 0 <= rate <= 1 for rate in rates) or any(a < b for a, b in pairwise(rates)):
         raise InputError(f"rates: wanted non-increasing numbers in 0..1, got {list(rates)}")
 
     def draw(length: int) -> int:

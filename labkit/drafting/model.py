@@ -48,7 +48,8 @@ class ModelDrafter:
         rows = [self._rows[request.index] for request in requests]
         cache = self._cache.rows(rows)
         tokens = torch.tensor([[request.token_ids[-1]] for request in requests], device=self.decoder.device)
-        drafts, probs = [], []
+        drafts: list[Tensor] = []
+        probs: list[Tensor] = []
         for _ in range(k):
             logits = self.decoder.forward(tokens, cache, backend=self.backend, logits="last")[:, -1]
             tokens = self._choose(logits, probs)

@@ -51,7 +51,7 @@ class NgramDrafter:
         for size in self.sizes:
             found = index.get(tuple(tokens[-size:])) if len(tokens) >= size else None
             if found is not None:
-                text = tokens[found:][:k]
+                text = tokens[found : found + k]
                 while len(text) < k:
                     text.append(text[len(text) - (len(tokens) - found)])
                 return text

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from labkit import workloads
 from labkit.acceptance import AcceptanceCounts
-from labkit.errors import InputError
+from labkit.errors import InputError, Unsupported
 from labkit.experiments import common
 from labkit.sweep import RunResult
 
@@ -26,7 +26,7 @@ PRESETS: dict[str, common.Axes] = {
         "workload": ["code_editing", "prose"],
         "context_len": [512, 2048, 6144],
         "num_speculative_tokens": [2, 4],
-        "num_prompts": [16],
+        "num_prompts": [24],
         "max_new_tokens": [64],
         "verify_backend": ["sdpa"],
         "weight_dtype": ["float32"],
@@ -35,6 +35,7 @@ PRESETS: dict[str, common.Axes] = {
         "seed": [0],
     }
 }
+CPU_BUDGET_S = 150.0
 PRESETS["gpu"] = PRESETS["cpu"] | {
     "workload": list(workloads.WORKLOADS),
     "num_speculative_tokens": [1, 2, 3, 4, 5, 6, 7],
@@ -98,23 +99,28 @@ def run(
     options: dict[str, Any] | None = None,
     **axes: Sequence[Any],
 ) -> RunResult:
-    """Measure a preset with some axes replaced. ``options`` go to `labkit.sweep.run_sweep` (resume, budget, ...)."""
-    return common.sweep("acceptance", points(preset, **axes), out_dir=out_dir, **(options or {}))
+    """Measure a preset with some axes replaced. ``options`` go to `labkit.sweep.run_sweep` (resume, budget, ...).
+
+    The cpu preset measures as many of its prompts as fit into ``CPU_BUDGET_S``.
+    """
+    options = ({"budget_s": CPU_BUDGET_S} if preset == "cpu" else {}) | (options or {})
+    return common.sweep("acceptance", points(preset, **axes), out_dir=out_dir, **options)
 
 
 def measure(arms: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception]:
-    """One prompt: generate, then count. Greedy text is generated once, at the largest k, and replayed for the others."""
+    """One prompt: generate, then count. Greedy text is generated once, at the largest k, and replayed."""
     from labkit.models.recorded import RecordedTarget
     from labkit.speculation import accept_greedy, speculate
 
     first = arms[0]
+    common.load_backends(first)
     prompt_ids, digest = _prompt(first)
     if first["temperature"] > 0:
         return [[_row(arm, digest, _generate(arm, prompt_ids, _target(arm, prompt_ids)))] for arm in arms]
     live = _generate(first, prompt_ids, _target(first, prompt_ids))
     recorded = RecordedTarget([*live.prompt_ids, *live.output_ids], _vocab_size(first))
     stops = common.tokenizer(first["target"]).stop_token_ids
-    rows = []
+    rows: list[list[dict[str, Any]] | Exception] = []
     for arm in arms:
         generation = live
         if arm is not first:
@@ -147,10 +153,12 @@ def prompt_tokens(target: str, workload: str, prompt_id: str, context_len: int) 
     encode = common.tokenizer(target).encode_chat
     prompt = next(prompt for prompt in workloads.load_prompts(workload) if prompt.id == prompt_id)
     if not context_len:
-        return encode(prompt.messages), prompt.digest
-    kind = "code" if workload.startswith("code") else "text"
-    context = workloads.build_context(prompt, context_len, encode=encode, seed=0, kind=kind)
-    return encode(context.messages), context.digest
+        return encode(list(prompt.messages)), prompt.digest
+    try:
+        context = workloads.build_context(prompt, context_len, encode=encode, seed=0)
+    except InputError as error:  # a long prompt does not fit a short context: this point, not the grid, is at fault
+        raise Unsupported(str(error)) from error
+    return list(context.token_ids), context.digest
 
 
 def _target(point: dict[str, Any], prompt_ids: list[int]) -> ModelTarget:
@@ -168,9 +176,7 @@ def _target(point: dict[str, Any], prompt_ids: list[int]) -> ModelTarget:
 
 
 @common.lru_cache(maxsize=8)
-def _kept_target(
-    target: str, dtype: str, backend: str, workload: str, context_len: int, room: int
-) -> ModelTarget:
+def _kept_target(target: str, dtype: str, backend: str, workload: str, context_len: int, room: int) -> ModelTarget:
     from labkit.models.target import ModelTarget
 
     decoder = common.decoder(target, dtype, common.device())
@@ -187,9 +193,7 @@ def _generate(point: dict[str, Any], prompt_ids: list[int], target: ModelTarget)
 
     limit = target.cache.max_context_len
     if len(prompt_ids) + point["max_new_tokens"] + _SLACK > limit:
-        raise InputError(
-            f"{len(prompt_ids)} prompt tokens + {point['max_new_tokens']} new do not fit in {limit}"
-        )
+        raise InputError(f"{len(prompt_ids)} prompt tokens + {point['max_new_tokens']} new do not fit in {limit}")
     (generation,) = speculate(
         target,
         make_drafter(point["drafter"]),
@@ -212,9 +216,7 @@ def _rule(point: dict[str, Any]) -> AcceptRule:
     if point["temperature"] == 0:
         return accept_greedy
     generator = torch.Generator(common.device()).manual_seed(point["seed"])
-    return partial(
-        accept_sampling, temperature=point["temperature"], top_p=point["top_p"], generator=generator
-    )
+    return partial(accept_sampling, temperature=point["temperature"], top_p=point["top_p"], generator=generator)
 
 
 def _row(point: dict[str, Any], digest: str, generation: Generation) -> dict[str, Any]:
@@ -222,7 +224,9 @@ def _row(point: dict[str, Any], digest: str, generation: Generation) -> dict[str
     whole = [step for step in generation.steps if not step.truncated]
     k = point["num_speculative_tokens"]
     counts = AcceptanceCounts.from_steps(
-        [(step.num_drafted_tokens, step.num_accepted_tokens) for step in whole], k
+        [(step.num_drafted_tokens, step.num_accepted_tokens) for step in whole],
+        k,
+        num_truncated_steps=len(generation.steps) - len(whole),
     )
     low, high = workloads.context_band(point["context_len"] or len(generation.prompt_ids))
     return {
@@ -236,12 +240,7 @@ def _row(point: dict[str, Any], digest: str, generation: Generation) -> dict[str
         "context_len": sum(step.context_len for step in whole) / len(whole) if whole else None,
         "num_prompt_tokens": len(generation.prompt_ids),
         "num_output_tokens": len(generation.output_ids),
-        "num_verify_steps": counts.num_verify_steps,
-        "num_truncated_steps": len(generation.steps) - len(whole),
-        "num_drafted_steps": counts.num_drafted_steps,
-        "num_drafted_tokens": counts.num_drafted_tokens,
-        "num_accepted_tokens": counts.num_accepted_tokens,
-        "accepted_by_draft_length": counts.accepted_by_draft_length.tolist(),
+        **counts.columns(),
         "prompt_digest": digest,
         "kv_dtype": point["weight_dtype"],
         "repeated_ngram_share": workloads.repeated_ngram_share(generation.output_ids),

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+from labkit.cost import kv_bytes_read
 from labkit.errors import InputError
 from labkit.experiments import common
+from labkit.provenance import utc_now
 from labkit.shapes import AttentionShape, model_shape
 from labkit.sweep import RunResult
+from labkit.timing import quality_of
 
 PRESETS: dict[str, common.Axes] = {
     "cpu": {
@@ -105,32 +109,73 @@ def measure(cell: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception
     """Check each backend of a cell against the oracle on these inputs, then time the right ones in turn."""
     import torch
 
-    from labkit.attention.api import prepare
-    from labkit.attention.inputs import check_backends, make_inputs
+    from labkit.attention.api import AttentionSpec, prepare
+    from labkit.attention.inputs import check, make_inputs
     from labkit.timing import sample_rounds
 
-    first, shape = cell[0], shape_of(cell[0])
+    first, shape, device, spec = cell[0], shape_of(cell[0]), common.device(), AttentionSpec()
+    common.load_backends(first)
     generator = torch.Generator().manual_seed(first["seed"])
-    inputs = make_inputs(shape, generator=generator, device=common.device(), page_order=first["page_order"])
+    q, cache = make_inputs(shape, generator=generator, device=device, page_order=first["page_order"])
     results: list[list[dict[str, Any]] | Exception] = [[] for _ in cell]
-    calls, errors = {}, {}
+    calls: dict[str, Callable[[], object]] = {}
+    facts: dict[str, dict[str, Any]] = {}
     for index, point in enumerate(cell):
         try:
-            errors[index] = check_backends(point["backend"], shape, inputs)
-            calls[index] = prepare(*inputs, backend=point["backend"])
+            begin = time.perf_counter()
+            call = prepare(q, cache, backend=point["backend"], spec=spec)
+            plan_ms = (time.perf_counter() - begin) * 1e3
+            facts[str(index)] = _facts(shape, call, check(call, cache, spec), plan_ms)
+            calls[str(index)] = call
         except Exception as error:  # handed to the sweep, which stores it as this backend's status
             results[index] = error
+    if not calls:
+        return results
     samples = sample_rounds(
-        {str(index): call for index, call in calls.items()},
-        num_rounds=first["num_rounds"],
-        device=common.device(),
-        l2=first["l2_state"],
-        graph=first["launch_mode"] == "graph",
-        seed=first["seed"],
-    )
-    for sample in samples:
-        index = int(sample["name"])
-        kept = results[index]
-        assert isinstance(kept, list)
-        kept.append(_row(shape, calls[index].info, errors[index], sample))
+        calls, num_rounds=first["num_rounds"], device=device, l2=first["l2_state"],
+        graph=first["launch_mode"] == "graph", seed=first["seed"],
+    )  # fmt: skip
+    for name in calls:
+        results[int(name)] = _rows([sample for sample in samples if sample["name"] == name], facts[name])
     return results
+
+
+def _facts(shape: AttentionShape, call: Any, error: float, plan_ms: float) -> dict[str, Any]:
+    """What is the same in every sample of a backend: the shape, what really runs, how exact it was."""
+    from labkit.attention.api import backend_digest
+
+    info = call.info
+    return {
+        "backend_digest": backend_digest(call.backend),
+        "resolved_kernel": info["resolved_kernel"],
+        "phase": "decode" if shape.q_len == 1 else "verify",
+        "context_len_max": shape.context_len_max,
+        "num_qo_heads": shape.num_qo_heads,
+        "num_kv_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "kv_dtype": shape.kv_dtype,
+        "mask": "causal",
+        "plan_ms": plan_ms,
+        "kv_bytes_read": kv_bytes_read(shape),
+        "num_programs": info.get("num_programs"),
+        "num_splits": info.get("num_splits"),
+        "workspace_bytes": info.get("workspace_bytes"),
+        "error": error,
+        "verified_at": utc_now(),
+    }
+
+
+def _rows(samples: list[dict[str, Any]], facts: dict[str, Any]) -> list[dict[str, Any]]:
+    quality = quality_of([sample["ms"] for sample in samples])
+    return [
+        facts
+        | {
+            "round": sample["round"],
+            "sample": sample["sample"],
+            "quality": quality,
+            "bytes_touched": sample["displaced_bytes"] + facts["kv_bytes_read"],
+            "attention_ms": sample["ms"],
+            "gb_per_s": facts["kv_bytes_read"] / sample["ms"] / 1e6,
+        }
+        for sample in samples
+    ]

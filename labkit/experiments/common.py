@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from labkit.errors import InputError
 from labkit.paths import RUNS
+from labkit.provenance import code_digest
 from labkit.sweep import RunResult, run_sweep
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def axes_of(presets: Mapping[str, Axes], preset: str, given: Mapping[str, Sequen
             raise InputError(f"axis {name}: wanted at least one value, got none")
         if len(set(values)) < len(values):
             raise InputError(f"axis {name}: a value stands twice in {values}")
-        smallest = 0 if name in ("seed", "temperature", "context_len", "num_speculative_tokens") else 1
+        smallest = 0 if name in ("seed", "temperature", "top_p", "context_len", "num_speculative_tokens") else 1
         if bad := [value for value in values if isinstance(value, int | float) and value < smallest]:
             raise InputError(f"axis {name}: wanted {smallest} or more, got {bad[0]}")
     return axes
@@ -93,14 +94,47 @@ def auto_preset() -> str:
     return "gpu" if device() == "cuda" else "cpu"
 
 
+# Modules whose code decides what a number means: an edit starts a new run instead of mixing with the old.
+_MEASURING = ("speculation.py", "timing.py", "kv_cache.py", "models", "drafting")
+
+
 def sweep(
-    experiment: str, points: list[dict[str, Any]], *, out_dir: Path | None, **options: Any
+    experiment: str,
+    points: list[dict[str, Any]],
+    *,
+    out_dir: Path | None,
+    backend_file: Path | None = None,
+    **options: Any,
 ) -> RunResult:
-    """`run_sweep` of an experiment of this package into ``out_dir`` (``data/runs`` when None)."""
+    """`run_sweep` of an experiment of this package into ``out_dir`` (``data/runs`` when None), device calibrated first.
+
+    backend_file : registers attention backends, here and in the worker.
+    """
+    if backend_file:
+        points = [point | {"backend_file": str(backend_file.resolve())} for point in points]
     return run_sweep(
         points,
         f"labkit.experiments.{experiment}:measure",
         experiment=experiment,
         out_dir=out_dir or RUNS,
+        device=device(),
+        calibrate=True,
+        backend_digest=_backend_digest,
+        code_digest=code_digest([*_MEASURING, f"experiments/{experiment}.py"]),
         **options,
     )
+
+
+def load_backends(point: Mapping[str, Any]) -> None:
+    """Register the user's backends in the worker."""
+    if file := point.get("backend_file"):
+        from labkit.attention.api import load_backend_file
+
+        load_backend_file(file)
+
+
+def _backend_digest(point: Mapping[str, Any]) -> str:
+    from labkit.attention.api import backend_digest
+
+    names = [point[role] for role in ("backend", "verify_backend", "decode_backend") if point.get(role)]
+    return "+".join(backend_digest(name) for name in names)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections import Counter
 from types import ModuleType
 from typing import Any
 
@@ -85,9 +86,20 @@ def _show_plan(arguments: argparse.Namespace, points: list[dict[str, Any]], modu
 def _show_result(arguments: argparse.Namespace, result: RunResult) -> int:
     counts = ", ".join(f"{count} {status}" for status, count in sorted(result.counts.items()))
     left = f", {result.num_left} left to resume" if result.num_left else ""
+    reasons = _reasons(result) if set(result.counts) - {"ok"} else {}
     content = {"run_id": result.run_id, "path": str(result.path), "counts": result.counts, "num_left": result.num_left}
-    _print(arguments, content, f"{result.path}: {counts}{left}")
+    lines = [f"{result.path}: {counts}{left}", *(f"  {count} x {reason}" for reason, count in reasons.items())]
+    _print(arguments, content | {"reasons": reasons}, "\n".join(lines))
     return 0 if result.complete and set(result.counts) <= {"ok", "unsupported", "oom"} else 1
+
+
+def _reasons(result: RunResult) -> dict[str, int]:
+    """Why points have no samples, and how many each."""
+    from labkit.results import load_runs
+
+    rows = load_runs(result.path.parent.parent.name, result.path)
+    failed = rows[rows["status"] != "ok"]
+    return dict(Counter(failed["status"] + ": " + failed["reason"].astype(str)))
 
 
 def _print(arguments: argparse.Namespace, content: dict[str, Any], text: str) -> None:

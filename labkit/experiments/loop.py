@@ -17,6 +17,7 @@ from labkit import workloads
 from labkit.errors import InputError
 from labkit.experiments import common
 from labkit.experiments.acceptance import DRAFTERS, make_drafter, prompt_tokens
+from labkit.shapes import AttentionShape, model_shape
 from labkit.sweep import RunResult
 
 if TYPE_CHECKING:
@@ -68,8 +69,12 @@ def points(preset: str, **axes: Sequence[Any]) -> list[dict[str, Any]]:
     common.check_names("workload", grid["workload"], workloads.WORKLOADS)
     for role in ("verify_backend", "decode_backend"):
         common.check_backends(role, grid[role])
+    if grid["acceptance"] == ["none"] and 0 in grid["context_len"]:
+        raise InputError("context_len: a cost run (acceptance=none) wanted 1 or more, got 0")
     if bad := [k for k in grid["num_speculative_tokens"] if not 1 <= k <= 16]:
         raise InputError(f"num_speculative_tokens: wanted 1 to 16, got {bad[0]}")
+    if grid["acceptance"] == ["real"] and grid["batch_size"] != [1]:
+        raise InputError(f"batch_size: acceptance=real generates for one request at a time, got {grid['batch_size']}")
     fixed = {name: common.sole(grid, name) for name in _ONE_VALUE if name != "num_prompts"}
     fixed["max_new_tokens"] = common.sole(grid, "max_new_tokens")
     found = []
@@ -78,8 +83,7 @@ def points(preset: str, **axes: Sequence[Any]) -> list[dict[str, Any]]:
         cell = fixed | place | {"group": group}
         found += [cell | {"arm": "plain", "decode_backend": name} for name in grid["decode_backend"]]
         found += [
-            cell
-            | {"arm": "speculative", "verify_backend": name, "drafter": drafter, "num_speculative_tokens": k}
+            cell | {"arm": "speculative", "verify_backend": name, "drafter": drafter, "num_speculative_tokens": k}
             for name in grid["verify_backend"]
             for drafter in grid["drafter"]
             for k in grid["num_speculative_tokens"]
@@ -123,6 +127,7 @@ def measure(arms: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception
     """All arms of one group, in shuffled order in each round; every step is a row."""
     import random
 
+    common.load_backends(arms[0])
     results: list[list[dict[str, Any]] | Exception] = [[] for _ in arms]
     checked: list[int] = []
     for index, arm in enumerate(arms):
@@ -132,9 +137,7 @@ def measure(arms: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception
         except Exception as error:  # handed to the sweep, which stores it as this arm's status
             results[index] = error
     first = arms[0]
-    prompt_ids, _ = prompt_tokens(
-        first["target"], first["workload"], first["prompt_id"], first["context_len"]
-    )
+    prompt_ids = _prompt_ids(first)
     runs = [run for index in checked for run in _runs(index, arms[index])]
     target = _target(first, prompt_ids)
     shuffle = random.Random(first["seed"])
@@ -146,7 +149,32 @@ def measure(arms: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception
                 kept = results[arm_run.index]
                 assert isinstance(kept, list)
                 kept.extend(row | {"sample": len(kept) + i} for i, row in enumerate(rows))
+    for result in results:
+        if isinstance(result, list):
+            _mark_quality(result)
     return results
+
+
+def _prompt_ids(point: dict[str, Any]) -> list[int]:
+    """The text in front of the drafter. A model of random weights has no tokenizer: seeded tokens stand for a text."""
+    import random
+
+    target = point["target"]
+    if target.startswith("random:"):
+        draw, vocab_size = random.Random(point["seed"]), model_shape(target.removeprefix("random:")).vocab_size
+        return [draw.randrange(vocab_size) for _ in range(point["context_len"])]
+    return prompt_tokens(target, point["workload"], point["prompt_id"], point["context_len"])[0]
+
+
+def _mark_quality(rows: list[dict[str, Any]]) -> None:
+    """Judge the samples of each draft length together."""
+    from labkit.timing import quality_of
+
+    for length in {row["num_drafted_tokens"] for row in rows}:
+        alike = [row for row in rows if row["num_drafted_tokens"] == length]
+        quality = quality_of([row["step_ms"] for row in alike])
+        for row in alike:
+            row["quality"] = quality
 
 
 def _runs(index: int, point: dict[str, Any]) -> list[_Arm]:
@@ -186,8 +214,9 @@ def _target(point: dict[str, Any], prompt_ids: list[int]) -> ModelTarget:
 
 def _check_attention(point: dict[str, Any]) -> None:
     """The arm's backend against the oracle at the shape that is about to be timed; raises what is wrong."""
+    import torch
+
     from labkit.attention.inputs import verify_backend
-    from labkit.shapes import AttentionShape
 
     shape = common.decoder(point["target"], point["weight_dtype"], common.device()).shape
     speculative = point["arm"] == "speculative"
@@ -201,7 +230,8 @@ def _check_attention(point: dict[str, Any]) -> None:
         q_dtype=point["weight_dtype"],
     )
     name = point["verify_backend"] if speculative else point["decode_backend"]
-    verify_backend(name, checked, device=common.device(), seed=point["seed"])
+    generator = torch.Generator().manual_seed(point["seed"])
+    verify_backend(name, checked, generator=generator, device=common.device(), page_order="sequential")
 
 
 def _rows(arm: _Arm, target: ModelTarget, prompts: list[list[int]], round_index: int) -> list[dict[str, Any]]:
@@ -225,28 +255,22 @@ def _rows(arm: _Arm, target: ModelTarget, prompts: list[list[int]], round_index:
         stop_token_ids=common.tokenizer(point["target"]).stop_token_ids if real else (),
     )
     return [
-        _step_row(arm, generations, position, round_index)
-        | {"draft_prefill_ms": started.start_ms if started else None}
+        _step_row(arm, generations, position, round_index) | {"draft_prefill_ms": started.start_ms if started else None}
         for position in range(warm_up, len(generations[0].steps))
     ]
 
 
-def _step_row(
-    arm: _Arm, generations: Sequence[Generation], position: int, round_index: int
-) -> dict[str, Any]:
-    """One pass as a row. Counts are those of the batch's requests together; a cost run's are imposed."""
+def _step_row(arm: _Arm, generations: Sequence[Generation], position: int, round_index: int) -> dict[str, Any]:
+    """One pass as a row. In a cost run all requests of a batch do the same; a generating run has one request."""
     steps = [generation.steps[position] for generation in generations if position < len(generation.steps)]
     return {
         "origin": "measured" if arm.point["acceptance"] == "real" else "forced",
         "round": round_index,
         "step_index": position,
-        "context_len": steps[0].context_len
-        if arm.point["acceptance"] == "real"
-        else arm.point["context_len"],
+        "context_len": steps[0].context_len if arm.point["acceptance"] == "real" else arm.point["context_len"],
         "q_len": max(step.num_drafted_tokens for step in steps) + 1,
         "num_drafted_tokens": steps[0].num_drafted_tokens,
-        "num_accepted_tokens": steps[0].num_accepted_tokens,
-        "num_truncated_steps": sum(step.truncated for step in steps),
+        "num_accepted_tokens": None if steps[0].truncated else steps[0].num_accepted_tokens,
         "linear_backend": common.decoder(
             arm.point["target"], arm.point["weight_dtype"], common.device()
         ).linear_backend,

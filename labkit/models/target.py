@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -37,9 +37,7 @@ class ModelTarget:
     ):
         limit = decoder.shape.max_context_len
         if max_context_len > limit:
-            raise InputError(
-                f"max_context_len: {decoder.name} holds at most {limit} positions, got {max_context_len}"
-            )
+            raise InputError(f"max_context_len: {decoder.name} holds at most {limit} positions, got {max_context_len}")
         self.decoder = decoder
         self.verify_backend, self.decode_backend = verify_backend, decode_backend or verify_backend
         self.cache = decoder.new_cache(batch_size, max_context_len, page_size=page_size)
@@ -91,13 +89,13 @@ class FilledTarget(ModelTarget):
     tokens are not, so acceptance must be imposed (`accept_forced`).
     """
 
-    def __init__(self, decoder: Decoder, *, generator: torch.Generator, **options):
+    def __init__(self, decoder: Decoder, *, generator: torch.Generator, **options: Any):
         super().__init__(decoder, **options)
         self._generator = generator
 
     def _prefill(self, row: int, token_ids: list[int]) -> Tensor:
         one = self._view((row,))
-        if self.cache.context_lens[row] < len(token_ids) - 1:
-            one.fill_random(len(token_ids) - 1, self._generator)
-        one.truncate([len(token_ids) - 1])
+        if self.cache.context_lens[row] < len(token_ids):
+            one.fill_random(len(token_ids), self._generator)
+        one.truncate([len(token_ids)])
         return torch.zeros(self.decoder.shape.vocab_size, device=self.decoder.device)

@@ -1,0 +1,111 @@
+"""Answers in words and short tables, computed from the data: what the notebooks end with."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from labkit.acceptance import acceptance_table, counts_from_frame
+from labkit.attention_table import attention_table, read_bandwidths, slope_text, slope_us_per_1k
+from labkit.breakeven import Breakeven
+from labkit.curves import crossing_text
+from labkit.engine_figures import engine_figures
+from labkit.rows import ok_rows
+from labkit.style import format_tokens
+
+
+def breakeven_answer(result: Breakeven) -> str:
+    """How often each backend pays, what it costs at the longest context, and where it stops or starts to pay."""
+    cells = result.cells
+    lines = [
+        f"Does speculation pay on {_all(cells, 'gpu')} for {_all(cells, 'target')}, {_all(cells, 'drafter')} drafter?"
+    ]
+    longest = cells["context_len"].max()
+    for backend, rows in cells.groupby("verify_backend", sort=False):
+        verdicts = rows["verdict"].value_counts()
+        counts = [f"pays in {verdicts.get('pays', 0)} of {len(rows)} cells"]
+        counts += [
+            f"{verdicts[name]} {name.replace('_', ' ')}"
+            for name in ("undecided", "loses", "cannot_pay")
+            if name in verdicts
+        ]
+        cost = rows.loc[rows["context_len"] == longest, "relative_step_cost"]
+        needs = f"{cost.min():.2f}" if cost.max() - cost.min() < 0.005 else f"{cost.min():.2f} to {cost.max():.2f}"
+        lines.append(
+            f"- verify on {backend}: {', '.join(counts)}; "
+            f"at {format_tokens(longest)} tokens of context a step must yield {needs} tokens."
+        )
+    limits = (cells["context_len"].min(), longest)
+    for curve in result.crossovers:
+        for crossing in curve["crossovers"]:
+            text = (curve["workload"] or "imposed length").replace("_", " ")
+            where = (
+                f"{curve['verify_backend']}, {text}, k = {curve['num_speculative_tokens']}, batch {curve['batch_size']}"
+            )
+            lines.append(f"- {where}: {crossing_text(crossing, limits)}.")
+    return "\n".join(lines)
+
+
+def attention_answer(df: pd.DataFrame, sidecars: Mapping[str, Mapping[str, Any]] | None = None) -> str:
+    """Per backend: what verifying costs against decoding one token at the longest context, and its growth per 1K."""
+    table = attention_table(df, read_bandwidths(sidecars or {}))
+    q_len, longest = int(table["q_len"].max()), table["context_len"].max()
+    lines = [
+        f"What does verifying {q_len} tokens cost at {format_tokens(longest)} tokens of context, against decoding one?"
+    ]
+    for backend, rows in table.groupby("backend", sort=False):
+        at = rows[rows["context_len"] == longest].set_index("q_len")["attention_us"]
+        if q_len not in at or 1 not in at:
+            lines.append(f"- {backend}: not measured at both.")
+            continue
+        curve = rows[rows["q_len"] == q_len].sort_values("context_len")
+        x, floor = curve["context_len"].to_numpy(float), curve["floor_us"].to_numpy(float)
+        slope = slope_us_per_1k(x, curve["attention_us"].to_numpy(float))
+        text = f"- {backend}: {at[q_len] / at[1]:.1f} times as long, {slope_text(slope)} tokens of context"
+        if np.isfinite(floor).all() and slope > 0:
+            text += f", {slope / slope_us_per_1k(x, floor):.1f} times the floor of reading keys and values once"
+        lines.append(text + ".")
+    return "\n".join(lines)
+
+
+def acceptance_answer(df: pd.DataFrame) -> str:
+    """Acceptance length per workload at the largest k, and its change from the shortest to the longest context."""
+    k = int(df["num_speculative_tokens"].max())
+    rows = df[df["num_speculative_tokens"] == k]
+    lines = [f"How many tokens does a verify step yield on real text, with k = {k}?"]
+    bands = acceptance_table(rows, by=["workload", "context_len_low"])
+    for row in acceptance_table(rows, by=["workload"]).to_dict("records"):
+        low, high = row["mean_acceptance_length_low"], row["mean_acceptance_length_high"]
+        text = f"- {row['workload'].replace('_', ' ')}: {row['mean_acceptance_length']:.2f}"
+        text += f" [{low:.2f}, {high:.2f}]" if np.isfinite(low) else " (one prompt, no interval)"
+        curve = bands[bands["workload"] == row["workload"]].sort_values("context_len_low")
+        if len(curve) > 1:
+            first, last = curve.iloc[0], curve.iloc[-1]
+            text += f"; {first['mean_acceptance_length']:.2f} from {format_tokens(first['context_len_low'])} tokens on,"
+            text += f" {last['mean_acceptance_length']:.2f} from {format_tokens(last['context_len_low'])} on"
+        lines.append(text + ".")
+    return "\n".join(lines)
+
+
+def crossings_table(result: Breakeven) -> pd.DataFrame:
+    """One row per crossing: curve, direction, context_len and its bounds in tokens (NaN: outside what was measured)."""
+    names = ["workload", "num_speculative_tokens", "batch_size", "verify_backend"]
+    rows = [
+        {name: curve[name] for name in names} | dict(crossing)
+        for curve in result.crossovers
+        for crossing in curve["crossovers"]
+    ]
+    columns = [*names, "direction", "context_len", "low", "high"]
+    return pd.DataFrame(rows, columns=columns).astype(dict.fromkeys(columns[-3:], float)).round(0)
+
+
+def engine_table(df: pd.DataFrame) -> pd.DataFrame:
+    """The counts of the largest k, all prompts, as each engine or paper would print them (`labkit.engine_figures`)."""
+    rows = ok_rows(df, "acceptance", ["num_speculative_tokens"])
+    rows = rows[rows["num_speculative_tokens"] == rows["num_speculative_tokens"].max()]
+    return engine_figures([counts_from_frame(rows.iloc[[index]]) for index in range(len(rows))])
+
+
+def _all(cells: pd.DataFrame, name: str) -> str:
+    return ", ".join(map(str, sorted(cells[name].dropna().unique())))

@@ -1,0 +1,155 @@
+"""Run notebooks in batch: presets, how many at a time, one verdict each, a batch that fails at the end."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from labkit import paths
+from labkit.errors import InputError
+from labkit.notebook_run import Verdict, declared_parameters, run_notebook, write_json
+
+# A preset is a set of notebook parameters; a name that a notebook does not declare is not passed to it.
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "committed": {"source": "committed", "preset": "cpu"},
+    "cpu": {"source": "run", "preset": "cpu"},
+    "gpu": {"source": "run", "preset": "gpu"},
+    "ci": {"source": "run", "preset": "ci"},
+}
+
+
+def preset_parameters(preset: str) -> dict[str, Any]:
+    """Notebook parameters of a preset.
+
+    Raises
+    ------
+    InputError
+        If there is no such preset; the message lists the known ones.
+    """
+    if preset not in PRESETS:
+        raise InputError(f"preset: want one of {', '.join(PRESETS)}; got {preset!r}")
+    return dict(PRESETS[preset])
+
+
+def run_batch(
+    notebooks: Sequence[Path | str] | None = None,
+    *,
+    preset: str = "committed",
+    parameters: Mapping[str, Any] | None = None,
+    out_dir: Path | str | None = None,
+    parallel: int = 1,
+    timeout_s: float | None = None,
+    progress: Callable[[str], None] | None = print,
+) -> list[Verdict]:
+    """Execute notebooks and judge each one.
+
+    Parameters
+    ----------
+    notebooks
+        Files to run, in this order; all of ``notebooks/`` when None.
+    preset, parameters
+        Parameters of the preset, overridden by ``parameters`` (typed values, as papermill's Python API takes them).
+        ``out_dir`` and ``figures_dir`` default to folders inside the batch folder.
+    out_dir
+        Batch folder, ``build/batch`` when None. Each notebook gets ``<stem>/<stem>.ipynb``, ``.html`` and
+        ``run.json``.
+    parallel
+        Notebooks at a time. Notebooks that measure (``source="run"``) run one at a time whatever is asked: timings
+        would disturb one another.
+    timeout_s
+        Limit for one cell in seconds; None is no limit.
+    progress
+        Takes one line per event; None is silent.
+
+    Returns
+    -------
+    list of Verdict
+        One per notebook, in order. Nothing is raised for a failing notebook: see `failed`.
+
+    Raises
+    ------
+    InputError
+        For an unknown preset, a parameter that no notebook declares, a missing or broken notebook, two notebooks of
+        one name, or ``parallel < 1``.
+    """
+    sources = _notebook_files(notebooks)
+    if parallel < 1:
+        raise InputError(f"parallel: want 1 or more notebooks at a time; got {parallel}")
+    folder = Path(out_dir) if out_dir is not None else paths.BUILD / "batch"
+    folder = folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    values = {
+        "out_dir": str(folder / "runs"),
+        "figures_dir": str(folder / "figures"),
+        **preset_parameters(preset),
+    }
+    values.update(parameters or {})
+    known = {name for source in sources for name in declared_parameters(source)}
+    if unknown := sorted(set(parameters or {}) - known):
+        raise InputError(f"parameters: no notebook declares {', '.join(unknown)}; declared: {', '.join(sorted(known))}")
+    workers = 1 if values.get("source") == "run" else min(parallel, len(sources))
+    say = progress or (lambda line: None)
+    batch = {"preset": preset, "notebooks": [source.name for source in sources], "parallel": workers}
+    write_json(folder / "batch.json", {**batch, "status": "running"})
+
+    def run_one(numbered: tuple[int, Path]) -> Verdict:
+        number, source = numbered
+        say(f"[{number}/{len(sources)}] {source.name} started")
+        verdict = run_notebook(source, values, out_dir=folder / source.stem, timeout_s=timeout_s, say=say)
+        say(f"[{number}/{len(sources)}] {verdict}")
+        return verdict
+
+    with _batch_environment(), ThreadPoolExecutor(workers) as pool:
+        verdicts = list(pool.map(run_one, enumerate(sources, start=1)))
+    bad = failed(verdicts)
+    write_json(
+        folder / "batch.json",
+        {**batch, "status": "failed" if bad else "ok", "verdicts": [asdict(verdict) for verdict in verdicts]},
+    )
+    say(f"{len(verdicts) - len(bad)} of {len(verdicts)} notebooks ok" + (f"; failed: {', '.join(bad)}" if bad else ""))
+    return verdicts
+
+
+@contextmanager
+def _batch_environment() -> Iterator[None]:
+    """Tell kernels started meanwhile that nobody watches: progress in plain lines, no widgets (`labkit.progress`)."""
+    before = os.environ.get("LABKIT_BATCH")
+    os.environ["LABKIT_BATCH"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["LABKIT_BATCH"]
+        else:
+            os.environ["LABKIT_BATCH"] = before
+
+
+def failed(verdicts: Sequence[Verdict]) -> list[str]:
+    """Names of the notebooks that did not end well. A batch with any has failed."""
+    return [verdict.notebook for verdict in verdicts if not verdict.ok]
+
+
+def _notebook_files(notebooks: Sequence[Path | str] | None) -> list[Path]:
+    files = sorted(paths.NOTEBOOKS.glob("*.ipynb")) if notebooks is None else [Path(entry) for entry in notebooks]
+    if not files:
+        raise InputError("notebooks: want at least one; got none")
+    for file in files:
+        if not file.is_file():
+            raise InputError(f"notebooks: no such file {file}")
+        _check_format(file)
+    stems = [file.stem for file in files]
+    if len(set(stems)) < len(stems):
+        raise InputError(f"notebooks: names must differ, their copies share a folder; got {', '.join(stems)}")
+    return [file.resolve() for file in files]
+
+
+def _check_format(file: Path) -> None:
+    import nbformat
+
+    try:
+        nbformat.read(file, as_version=4)
+    except Exception as error:  # nbformat raises a different type for each way a file can be broken
+        raise InputError(f"notebooks: {file} is not a notebook ({type(error).__name__})") from error

@@ -1,0 +1,68 @@
+"""Where a speed-up curve crosses 1 along the context, and how well the measured cells pin that down."""
+
+import numpy as np
+
+
+def _crossings(position: np.ndarray, log_speedup: np.ndarray, falling: bool) -> np.ndarray:
+    """Crossing between neighbours, [..., num_contexts - 1], NaN where there is none in this direction."""
+    left, right = log_speedup[..., :-1], log_speedup[..., 1:]
+    pays_left, pays_right = left > 0, right > 0
+    crosses = pays_left & ~pays_right if falling else ~pays_left & pays_right
+    crosses &= np.isfinite(left) & np.isfinite(right)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        share = left / (left - right)
+    return np.where(crosses, position[:-1] + share * np.diff(position), np.nan)
+
+
+def crossovers(
+    context_lens: np.ndarray, log_speedup: np.ndarray, draws: np.ndarray, confidence: float
+) -> list[dict[str, float | str | None]]:
+    """Crossings of one curve, left to right; none, one or several.
+
+    The speed-up is interpolated as its log in log2(context_len), between measured neighbours only: a NaN breaks the
+    curve. Each crossing of the estimate takes from every draw the nearest crossing of the same direction. A draw that
+    has none lies beyond the measured contexts, on the side that its sign tells.
+
+    Parameters
+    ----------
+    context_lens, log_speedup
+        float64 [num_contexts], contexts ascending.
+    draws
+        Resampled log speed-ups [resamples, num_contexts].
+
+    Returns
+    -------
+    list of dict
+        context_len, low, high (tokens; None = not bounded within the measured contexts, or no interval for a neighbour)
+        and direction, "pays below" or "pays above".
+    """
+    position = np.log2(np.maximum(context_lens, 1))
+    resampled = np.isfinite(draws).any(axis=0)
+    draws = draws[np.isfinite(draws[:, resampled]).all(axis=1)]
+    found: list[tuple[float, dict[str, float | str | None]]] = []
+    for falling in (True, False):
+        estimates = _crossings(position, log_speedup, falling)
+        in_draws = _crossings(position, draws, falling)
+        for index in np.flatnonzero(np.isfinite(estimates)):
+            distance = np.where(np.isfinite(in_draws), np.abs(in_draws - estimates[index]), np.inf)
+            nearest = in_draws[np.arange(len(draws)), distance.argmin(axis=1)]
+            pays_after = draws[:, index + 1] > 0
+            beyond = np.where(pays_after == falling, np.inf, -np.inf)
+            nearest = np.where(np.isnan(nearest), beyond, nearest)
+            if not resampled[index : index + 2].all():
+                nearest = np.array([])
+            crossing: dict[str, float | str | None] = {
+                "context_len": float(2 ** estimates[index]),
+                "low": _bound(nearest, (1 - confidence) / 2, "lower"),
+                "high": _bound(nearest, (1 + confidence) / 2, "higher"),
+                "direction": "pays below" if falling else "pays above",
+            }
+            found.append((estimates[index], crossing))
+    return [crossing for _, crossing in sorted(found, key=lambda item: item[0])]
+
+
+def _bound(positions: np.ndarray, share: float, method: str) -> float | None:
+    if not len(positions):
+        return None
+    value = np.quantile(positions, share, method=method)  # type: ignore[call-overload]
+    return float(2**value) if np.isfinite(value) else None

@@ -1,0 +1,88 @@
+"""What every notebook starts from: committed or freshly measured rows, figures that are shown and saved."""
+
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from labkit.breakeven import Breakeven, breakeven
+from labkit.errors import InputError
+from labkit.figures import SavedFigure, save_figure
+from labkit.results import StoredRun, find_runs, load_runs, load_sidecars
+from labkit.verdict import fixed_context
+
+SOURCES = ("committed", "run")
+
+
+@dataclass(frozen=True)
+class Session:
+    """The parameters of a notebook, and the runs it has used so far.
+
+    Parameters
+    ----------
+    source
+        "committed" reads stored runs, "run" measures first (and only then needs torch).
+    preset
+        Preset of the experiments. With "committed" it picks the device where there are several: "gpu" the GPU
+        measured last, any other the CPU measured last, if there is one.
+    data_dir
+        Folder of stored runs; "" is LABKIT_DATA or ``data/runs``.
+    out_dir
+        Where "run" writes; "" is ``data/runs``.
+    figures_dir
+        Where figures are saved; "" shows them only.
+
+    Raises
+    ------
+    InputError
+        Unknown source.
+    """
+
+    source: str = "committed"
+    preset: str = "cpu"
+    data_dir: str = ""
+    out_dir: str = ""
+    figures_dir: str = ""
+    used: list[Path] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.source not in SOURCES:
+            raise InputError(f"source: want one of {', '.join(SOURCES)}; got {self.source!r}")
+
+    def runs(self, experiment: str) -> list[StoredRun]:
+        """The stored runs of one experiment on one device; measured now with source "run"."""
+        if self.source == "run":
+            # The experiments measure, so they need torch; reading stored runs does not.
+            module = import_module(f"labkit.experiments.{experiment}")
+            result = module.run(self.preset, out_dir=Path(self.out_dir) if self.out_dir else None)
+            found = find_runs(experiment, result.path)
+        else:
+            found = _one_device(find_runs(experiment, *filter(None, [self.data_dir])), self.preset)
+        self.used.extend(run.path for run in found if run.path not in self.used)
+        print(f"{experiment}: {len(found)} run(s) on {found[0].sidecar['gpu']}, {self.source}")
+        return found
+
+    def rows(self, experiment: str) -> pd.DataFrame:
+        """Rows of one experiment, long form, one per sample. Prints whose they are."""
+        return load_runs(experiment, *(run.path for run in self.runs(experiment)))
+
+    def sidecars(self, experiment: str) -> dict[str, dict]:
+        """run_id -> sidecar of the runs of this experiment that `rows` has used."""
+        return load_sidecars(experiment, *(path for path in self.used if path.parent.parent.name == experiment))
+
+    def breakeven(self, **options: object) -> Breakeven:
+        """Join the cost rows (loop) with the acceptance rows; options as in `labkit.breakeven.breakeven`."""
+        return breakeven(fixed_context(self.rows("loop")), self.rows("acceptance"), **options)  # type: ignore[arg-type]
+
+    def show(self, fig: Figure, name: str) -> Figure | SavedFigure:
+        """Save ``fig`` under ``figures_dir`` when there is one; the last line of a cell then shows what was saved."""
+        return save_figure(fig, name, self.used, out_dir=self.figures_dir) if self.figures_dir else fig
+
+
+def _one_device(runs: list[StoredRun], preset: str) -> list[StoredRun]:
+    """The runs of the device of the newest run, of the kind that ``preset`` names if there is one."""
+    kind = [run for run in runs if run.sidecar["gpu"].startswith("cpu-") != (preset == "gpu")] or runs
+    device = max(kind, key=lambda run: run.sidecar["run_id"]).sidecar["gpu"]
+    return [run for run in runs if run.sidecar["gpu"] == device]

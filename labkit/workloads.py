@@ -1,0 +1,316 @@
+"""Prompts by workload, long contexts built from them, and the bands that join acceptance and cost."""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from labkit.errors import InputError
+from labkit.filler import FillerKind, filler_digest, filler_text
+from labkit.paths import REFERENCE
+
+WORKLOADS = ("code_editing", "prose", "chat", "code_writing", "json_extraction", "math", "multi_turn_agent")
+ROLES = ("system", "user", "assistant")
+Message = dict[str, str]
+Encode = Callable[[list[Message]], Sequence[int]]
+
+CONTEXT_TOLERANCE = 8
+SEPARATOR = "\n\n---\n\n"
+_TEXT_FIELDS = ("id", "workload", "prompt", "answer", "reference")
+_CODE_WORKLOADS = ("code_editing", "code_writing")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One request.
+
+    Attributes
+    ----------
+    id, workload : str
+        ``code_editing-01`` of ``code_editing``.
+    messages : tuple of dict
+        ``{"role": ..., "content": ...}`` in order; the last one is the user's.
+    answer : str or None
+        Final number of a math prompt.
+    reference : str or None
+        A correct output: the edited file, the extracted JSON object.
+
+    Raises
+    ------
+    ValueError
+        A message is not a role and a text, or the last one is not the user's.
+    """
+
+    id: str
+    workload: str
+    messages: tuple[Message, ...]
+    answer: str | None = None
+    reference: str | None = None
+
+    def __post_init__(self) -> None:
+        for message in self.messages:
+            if not isinstance(message, dict) or set(message) != {"role", "content"}:
+                raise ValueError(f"messages wants objects with role and content, got {message!r:.80}")
+            if message["role"] not in ROLES:
+                raise ValueError(f"role wants one of {', '.join(ROLES)}, got {message['role']!r}")
+            if not isinstance(message["content"], str) or not message["content"].strip():
+                raise ValueError(f"content wants a text that is not empty, got {message['content']!r:.80}")
+        if not self.messages or self.messages[-1]["role"] != "user":
+            raise ValueError("messages wants a message of the user at the end")
+
+    @property
+    def digest(self) -> str:
+        """First 12 hex digits of the SHA-256 of roles and contents."""
+        return _digest_messages(self.messages)
+
+
+@dataclass(frozen=True)
+class Context:
+    """A prompt behind a filler, as long as was asked for.
+
+    Attributes
+    ----------
+    prompt : Prompt
+        Stands unchanged at the end of the context.
+    messages : tuple of dict
+        What was encoded; the filler opens the first message of the user.
+    token_ids : tuple of int
+        ``encode(messages)``.
+    kind, seed
+        Which filler, in which order.
+    filler_digest : str
+        Tells the sources of one Python version from another's; the same for all prompts, seeds and lengths.
+    """
+
+    prompt: Prompt
+    messages: tuple[Message, ...]
+    token_ids: tuple[int, ...]
+    kind: FillerKind
+    seed: int
+    filler_digest: str
+
+    @property
+    def digest(self) -> str:
+        """First 12 hex digits of the SHA-256 of roles and contents, filler included."""
+        return _digest_messages(self.messages)
+
+
+def load_prompts(workload: str, limit: int | None = None) -> list[Prompt]:
+    """Return the prompts of one of `WORKLOADS`, or the first `limit` of them.
+
+    Raises
+    ------
+    InputError
+        The workload is unknown or `limit` is below 1.
+    """
+    if workload not in WORKLOADS:
+        raise InputError(f"workload wants one of {', '.join(WORKLOADS)}, got {workload!r}")
+    if limit is not None and limit < 1:
+        raise InputError(f"limit wants at least 1 prompt, got {limit}")
+    return load_prompt_file(REFERENCE / "prompts" / f"{workload}.jsonl")[:limit]
+
+
+def load_prompt_file(path: str | Path) -> list[Prompt]:
+    """Read prompts from JSON lines: objects with ``prompt`` (a text) or ``messages``. Empty lines are skipped.
+
+    ``id``, ``workload``, ``answer`` and ``reference`` are optional texts; other fields are ignored. The workload
+    defaults to the file's name without its suffix, the id to the workload and the line number.
+
+    Raises
+    ------
+    InputError
+        The file cannot be read or holds no prompt, a line is not a prompt, or an id occurs twice. The message
+        names the file and the line.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: wanted a readable UTF-8 file of JSON lines: {error}") from error
+    prompts: dict[str, Prompt] = {}
+    # Not splitlines(): a JSON text may hold the other characters that it breaks at.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            prompt = _parse_line(line, workload=path.stem, number=number)
+        except ValueError as error:
+            raise InputError(f"{path}, line {number}: {error}") from error
+        if prompt.id in prompts:
+            raise InputError(f"{path}, line {number}: id wants to be unique, got {prompt.id!r} again")
+        prompts[prompt.id] = prompt
+    if not prompts:
+        raise InputError(f"{path}: wanted at least one prompt, the file is empty")
+    return list(prompts.values())
+
+
+def _parse_line(line: str, *, workload: str, number: int) -> Prompt:
+    try:
+        fields = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"wanted a JSON object on one line: {error}") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"wanted a JSON object, got {line.strip()!r:.60}")
+    if ("prompt" in fields) == ("messages" in fields):
+        raise ValueError("wanted either a field prompt or a field messages")
+    for name in _TEXT_FIELDS:
+        if name in fields and not isinstance(fields[name], str):
+            raise ValueError(f"{name} wants a text, got {fields[name]!r:.60}")
+    messages = fields["messages"] if "messages" in fields else [{"role": "user", "content": fields["prompt"]}]
+    if not isinstance(messages, list):
+        raise ValueError(f"messages wants a list, got {messages!r:.60}")
+    workload = fields.get("workload", workload)
+    return Prompt(
+        fields.get("id", f"{workload}-{number:02d}"),
+        workload,
+        tuple(messages),
+        answer=fields.get("answer"),
+        reference=fields.get("reference"),
+    )
+
+
+def build_context(
+    prompt: Prompt, num_tokens: int, *, encode: Encode, seed: int, kind: FillerKind | None = None
+) -> Context:
+    """Put a filler before a prompt so that the whole has `num_tokens` tokens.
+
+    The filler of a shorter context is a prefix of the filler of a longer one, and the prompt stands unchanged
+    at the end of both: only the length differs. All prompts of a seed share one filler, so that a target's cache
+    holds it once for all of them; another seed orders the passages anew.
+
+    Parameters
+    ----------
+    prompt : Prompt
+    num_tokens : int
+        Tokens of the encoded messages, chat template included.
+    encode : callable
+        Messages to token ids, such as ``Tokenizer.encode_chat``.
+    seed : int
+        Orders the passages of the filler.
+    kind : {"text", "code"}, optional
+        ``code`` for code workloads and ``text`` for the others by default.
+
+    Returns
+    -------
+    Context
+        Its `token_ids` number `num_tokens` wherever the tokenizer can reach that, never more, and at most
+        `CONTEXT_TOLERANCE` fewer.
+
+    Raises
+    ------
+    InputError
+        The prompt alone is longer, the filler is too short, or `kind` is unknown.
+    """
+    kind = kind or ("code" if prompt.workload in _CODE_WORKLOADS else "text")
+    filler = filler_text(kind, order=str(seed))
+    num_prompt_tokens = len(encode(list(prompt.messages)))
+    if num_prompt_tokens > num_tokens:
+        raise InputError(f"num_tokens wants at least the {num_prompt_tokens} of {prompt.id} alone, got {num_tokens}")
+
+    def encode_cut(cut: int) -> Sequence[int]:
+        return encode(_with_filler(prompt.messages, filler[:cut]))
+
+    cut = _longest_fit(lambda cut: len(encode_cut(cut)), num_tokens, len(filler))
+    token_ids = tuple(encode_cut(cut))
+    if len(token_ids) < num_tokens - CONTEXT_TOLERANCE:
+        raise InputError(f"num_tokens is out of reach: the {kind} filler ends at {len(token_ids)}, got {num_tokens}")
+    messages = tuple(_with_filler(prompt.messages, filler[:cut]))
+    return Context(prompt, messages, token_ids, kind, seed, filler_digest(kind))
+
+
+def _with_filler(messages: Sequence[Message], filler: str) -> list[Message]:
+    """The same messages with the filler at the start of the first one that is the user's."""
+    if not filler:
+        return list(messages)
+    first = next(index for index, message in enumerate(messages) if message["role"] == "user")
+    opened = {"role": "user", "content": filler + SEPARATOR + messages[first]["content"]}
+    return [*messages[:first], opened, *messages[first + 1 :]]
+
+
+def _longest_fit(count: Callable[[int], int], limit: int, length: int) -> int:
+    """Return a cut in 0..length whose count is `limit`, else one that comes close from below.
+
+    A tokenizer's count nearly grows with the cut, so a bracket stays valid. Interpolation and halving take
+    turns, since interpolation alone would creep through a run of blanks (one token).
+    """
+    low, low_count = 0, count(0)
+    if low_count == limit:
+        return low
+    high = min(length, 4 * (limit - low_count))  # four characters a token: only a first guess
+    while (high_count := count(high)) <= limit:
+        low, low_count = high, high_count
+        if low == length:
+            return low
+        high = min(length, 2 * high)
+    interpolate = True
+    while low_count < limit and high - low > 1:
+        share = (limit - low_count) / (high_count - low_count) if interpolate else 0.5
+        middle = min(max(low + int(share * (high - low)), low + 1), high - 1)
+        middle_count = count(middle)
+        if middle_count <= limit:
+            low, low_count = middle, middle_count
+        else:
+            high, high_count = middle, middle_count
+        interpolate = not interpolate
+    if low_count == limit:
+        return low
+    # A word that is cut elsewhere can be one token more.
+    return next((cut for cut in range(low, max(low - 32, 0), -1) if count(cut) == limit), low)
+
+
+def context_band(context_len: int) -> tuple[int, int]:
+    """Return the band ``low <= context_len < high`` that acceptance and cost are joined on.
+
+    Bands surround the powers of two from 4 on. Their edges are the geometric means of neighbouring powers, rounded
+    down: 512 lies in (362, 724), 2048 in (1448, 2896), 6144 in (5792, 11585). An empty context has its own.
+
+    Parameters
+    ----------
+    context_len : int
+        Tokens in the cache before the step.
+
+    Raises
+    ------
+    ValueError
+        `context_len` is negative.
+    """
+    if context_len < 0:
+        raise ValueError(f"context_len wants at least 0 tokens, got {context_len}")
+    if context_len == 0:
+        return 0, 1
+    exponent = context_len.bit_length() - 1
+    if context_len < _band_edge(exponent):
+        exponent -= 1
+    return _band_edge(exponent), _band_edge(exponent + 1)
+
+
+def _band_edge(exponent: int) -> int:
+    """Geometric mean of ``2**exponent`` and its double, in exact integers."""
+    return math.isqrt(2 * 4**exponent)
+
+
+def repeated_ngram_share(token_ids: Sequence[Hashable], n: int = 4) -> float | None:
+    """Return the share (0..1) of an output's n-grams that occurred in it before: near 1 when it goes in circles.
+
+    Nearly every draft for such text is accepted, so its acceptance says nothing about the workload. None when
+    the output is shorter than `n` tokens. The prompt is not counted.
+
+    Raises
+    ------
+    ValueError
+        `n` is below 1.
+    """
+    if n < 1:
+        raise ValueError(f"n wants at least 1 token, got {n}")
+    ngrams = [tuple(token_ids[start : start + n]) for start in range(len(token_ids) - n + 1)]
+    return 1 - len(set(ngrams)) / len(ngrams) if ngrams else None
+
+
+def _digest_messages(messages: Sequence[Message]) -> str:
+    return _digest(json.dumps([[message["role"], message["content"]] for message in messages]))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -1,0 +1,158 @@
+"""Verdicts of the batch runner on tiny generated notebooks, one per way a run can end."""
+
+import json
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+
+from labkit.batch import PRESETS, failed, preset_parameters, run_batch
+from labkit.errors import InputError
+from labkit.notebook_run import STATUSES, Verdict
+
+PARAMETERS = 'source: str = "committed"  # or "run"\nout_dir: str = ""  # measured data'
+
+
+def write_notebook(path: Path, *sources: str) -> Path:
+    cells = [new_markdown_cell("# a question"), new_code_cell(PARAMETERS, metadata={"tags": ["parameters"]})]
+    cells += [new_code_cell(source) for source in sources]
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    nbformat.write(new_notebook(cells=cells, metadata={"kernelspec": kernel}), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def batch(tmp_path_factory):
+    """One batch over every way to end; the kernels overlap, so the module costs little more than its slowest one."""
+    folder = tmp_path_factory.mktemp("batch")
+    notebooks = [
+        write_notebook(
+            folder / "good.ipynb",
+            "import os, sys; print('answer', source, os.environ['LABKIT_BATCH']); print('step 1/2', file=sys.stderr)",
+            "from pathlib import Path; print(Path.cwd().name)",
+        ),
+        write_notebook(folder / "raises.ipynb", "x = 1", "raise KeyError('no such column')", "x"),
+        write_notebook(folder / "killed.ipynb", "import os, signal", "os.kill(os.getpid(), signal.SIGKILL)", "1"),
+        write_notebook(folder / "slow.ipynb", "import time", "time.sleep(60)"),
+        write_notebook(folder / "leaves.ipynb", "import sys", "sys.exit(0)", "1"),
+    ]
+    lines: list[str] = []
+    verdicts = run_batch(notebooks, out_dir=folder / "out", parallel=3, timeout_s=4, progress=lines.append)
+    return folder, {verdict.notebook: verdict for verdict in verdicts}, lines
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "error_name", "cell"),
+    [
+        ("good", "ok", "", None),
+        ("raises", "cell-error", "KeyError", 4),
+        ("killed", "kernel-died", "DeadKernelError", 4),
+        ("slow", "timeout", "CellTimeoutError", 4),
+        ("leaves", "cell-error", "SystemExit", 4),
+    ],
+)
+def test_verdict(batch, name, status, error_name, cell):
+    folder, verdicts, _ = batch
+    verdict = verdicts[name]
+    assert (verdict.status, verdict.error_name, verdict.cell) == (status, error_name, cell)
+    assert verdict.status in STATUSES
+    # Cell 2 holds the injected parameters, so the second own cell is the fourth code cell of the executed copy.
+    executed = nbformat.read(folder / "out" / verdict.executed, as_version=4)
+    assert len([c for c in executed.cells if c.cell_type == "code"]) >= 4
+    record = json.loads((folder / "out" / name / "run.json").read_text())
+    assert record["status"] == status
+    assert record["notebook_sha256"]
+    assert not list((folder / "out").rglob("*.tmp"))
+
+
+def test_error_message_and_first_outputs_are_kept(batch):
+    folder, verdicts, _ = batch
+    assert "no such column" in verdicts["raises"].error_value
+    assert "no such column" in (folder / "out/raises/raises.html").read_text()
+
+
+def test_batch_fails_at_the_end_and_says_which(batch):
+    folder, verdicts, lines = batch
+    assert set(failed(list(verdicts.values()))) == {"raises", "killed", "slow", "leaves"}
+    assert json.loads((folder / "out/batch.json").read_text())["status"] == "failed"
+    assert lines[-1].startswith("1 of 5 notebooks ok; failed: ")
+    assert sum("started" in line for line in lines) == 5
+
+
+def test_progress_carries_what_a_notebook_prints(batch):
+    _, _, lines = batch
+    assert any(line.endswith("good | answer committed 1") for line in lines)
+    assert any(line.endswith("good | step 1/2") for line in lines)
+
+
+def test_runs_in_the_notebooks_folder_with_typed_parameters(batch):
+    folder, _, lines = batch
+    assert any(line.endswith(f"good | {folder.name}") for line in lines)
+    used = json.loads((folder / "out/good/run.json").read_text())["parameters"]
+    assert used == {
+        "source": "committed",
+        "out_dir": str(folder / "out/runs"),
+    }  # figures_dir and preset are not declared
+
+
+def test_html_asks_nothing_of_the_network(batch):
+    folder, _, _ = batch
+    html = (folder / "out/good/good.html").read_text()
+    assert "answer" in html
+    outside = re.findall(
+        r"""(?:src|href)\s*=\s*["'](?:https?:)?//[^"']*|@import[^;]*//|import\(?\s*["']https?:[^"']*""", html
+    )
+    assert outside == []
+    assert "cdn" not in html
+
+
+def test_measuring_notebooks_run_one_at_a_time(tmp_path):
+    notebook = write_notebook(tmp_path / "a.ipynb", "print(source)")
+    verdicts = run_batch([notebook], preset="cpu", out_dir=tmp_path / "out", parallel=4, progress=None)
+    assert verdicts[0].ok
+    assert json.loads((tmp_path / "out/batch.json").read_text())["parallel"] == 1
+
+
+def test_presets():
+    assert set(PRESETS) == {"cpu", "gpu", "ci", "committed"}
+    assert preset_parameters("committed")["source"] == "committed"
+    assert preset_parameters("gpu") == {"source": "run", "preset": "gpu"}
+
+
+def test_verdict_reads_as_one_line():
+    line = str(Verdict("03_acceptance", "cell-error", 3.2, "KeyError", "'workload'\nmore", 7))
+    assert "cell-error in cell 7, 3.2 s KeyError: 'workload'" in line
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"preset": "fast"}, "preset: want one of committed, cpu, gpu, ci; got 'fast'"),
+        ({"parallel": 0}, "parallel"),
+        ({"parameters": {"sorce": "run"}}, "no notebook declares sorce"),
+        ({"notebooks": ["missing.ipynb"]}, "no such file"),
+        ({"notebooks": []}, "at least one"),
+    ],
+)
+def test_bad_input(tmp_path, kwargs, message):
+    arguments = {
+        "notebooks": [write_notebook(tmp_path / "a.ipynb", "1")],
+        "out_dir": tmp_path / "out",
+        **kwargs,
+    }
+    with pytest.raises(InputError, match=message):
+        run_batch(arguments.pop("notebooks"), progress=None, **arguments)
+
+
+def test_broken_and_doubled_files(tmp_path):
+    broken = tmp_path / "broken.ipynb"
+    broken.write_text("{not json")
+    with pytest.raises(InputError, match="not a notebook"):
+        run_batch([broken], out_dir=tmp_path / "out", progress=None)
+    (tmp_path / "sub").mkdir()
+    twins = [write_notebook(tmp_path / "a.ipynb", "1"), write_notebook(tmp_path / "sub/a.ipynb", "1")]
+    with pytest.raises(InputError, match="names must differ"):
+        run_batch(twins, out_dir=tmp_path / "out", progress=None)

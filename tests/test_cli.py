@@ -1,0 +1,130 @@
+"""The command line: one clear line and exit 2 for bad input, 1 for findings, no torch where none is needed."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from labkit.axes import parse_axes, parse_size
+from labkit.cli import main
+from labkit.errors import InputError
+from labkit.experiments.launch import parse_duration
+
+BAD_INPUT = [
+    (["run", "attention", "--set", "backend=nosuch", "--dry-run"], "nosuch"),
+    (["run", "attention", "--set", "nosuch=1", "--dry-run"], "no such axis"),
+    (["run", "attention", "--preset", "nosuch"], "preset 'nosuch'"),
+    (["run", "attention", "--set", "context_len=4x"], "'4x'"),
+    (["run", "attention", "--set", "context_len=0"], "context_len"),
+    (["run", "attention", "--set", "model=nosuch"], "nosuch"),
+    (["run", "attention", "--set", "q_len"], "axis=value"),
+    (["run", "attention", "--set", "q_len=5..2"], "backwards"),
+    (["run", "loop", "--set", "k=0", "--dry-run"], "num_speculative_tokens"),
+    (["run", "loop", "--set", "k=17", "--dry-run"], "1 to 16"),
+    (["run", "loop", "--set", "verify_backend=nosuch"], "nosuch"),
+    (["run", "loop", "--set", "workload=nosuch"], "nosuch"),
+    (["run", "acceptance", "--set", "drafter=nosuch"], "nosuch"),
+    (["run", "acceptance", "--budget", "soon"], "'soon'"),
+    (["run", "nosuch"], "nosuch"),
+    (["check", "no/such/folder"], "no/such/folder"),
+    (["breakeven", "--cost", "no/such/folder", "--acceptance-length", "2"], "no/such/folder"),
+    (["breakeven", "--cost", "x", "--acceptance-length", "two"], "X,low,high"),
+    (["breakeven", "--cost", "x"], "--acceptance"),
+    (["batch", "--preset", "nosuch"], "nosuch"),
+    (["nosuch"], "nosuch"),
+]
+
+
+def outcome(capsys, arguments):
+    """Exit code and standard error of a command in this process."""
+    try:
+        code = main(arguments)
+    except SystemExit as error:
+        code = error.code
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.mark.parametrize(("arguments", "names"), BAD_INPUT, ids=lambda value: "-".join(value)[:40])
+def test_bad_input_is_one_line_and_exit_2(capsys, arguments, names, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = outcome(capsys, arguments)
+    assert code == 2
+    assert out == ""
+    assert len(err.strip().splitlines()) == 1
+    assert names in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_missing_and_corrupt_models_are_named(capsys, tmp_path):
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{")
+    for model in ("no-such-model", str(tmp_path / "broken")):
+        arguments = ["run", "loop", "--preset", "ci", "--model", model, "--out", str(tmp_path / "runs")]
+        code, _, err = outcome(capsys, arguments)
+        assert code == 2
+        assert model.rsplit("/", 1)[-1] in err.strip().splitlines()[-1]
+
+
+def test_sizes_and_ranges():
+    assert [parse_size(text) for text in ("512", "4k", "1M")] == [512, 4096, 1 << 20]
+    axes = parse_axes(["k=0..2,7", "context_len=4k", "backend=a,b"], {
+        "num_speculative_tokens": [1], "context_len": [1], "backend": ["a"],
+    })  # fmt: skip
+    assert axes == {"num_speculative_tokens": [0, 1, 2, 7], "context_len": [4096], "backend": ["a", "b"]}
+    assert [parse_duration(text) for text in ("90", "1.5m", "2h")] == [90, 90, 7200]
+    with pytest.raises(InputError, match="twice"):
+        parse_axes(["k=1", "k=2"], {"num_speculative_tokens": [1]})
+
+
+def test_dry_run_tells_cells_minutes_and_memory_and_measures_nothing(capsys, tmp_path):
+    code, out, _ = outcome(capsys, ["run", "loop", "--preset", "cpu", "--dry-run", "--json", "--out", str(tmp_path)])
+    plan = json.loads(out)
+    assert code == 0
+    assert plan["num_points"] == 18
+    assert plan["num_groups"] == 3
+    assert 0 < plan["estimated_minutes"] < 30
+    assert 0.5 < plan["estimated_memory_gb"] < 4
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_attention_run_check_and_resume(capsys, tmp_path):
+    arguments = ["run", "attention", "--preset", "ci", "--set", "num_rounds=3", "--out", str(tmp_path), "--json"]
+    code, out, _ = outcome(capsys, arguments)
+    result = json.loads(out)
+    assert code == 0
+    assert result["counts"] == {"ok": 8}
+    assert outcome(capsys, ["check", str(tmp_path)])[0] == 0
+    code, out, err = outcome(capsys, arguments)
+    assert json.loads(out)["run_id"] == result["run_id"]
+    assert "nothing to measure" in err
+
+    sidecar = next(tmp_path.rglob("*.json"))
+    sidecar.write_text(sidecar.read_text().replace('"seed": 0', '"seed": 1', 1).replace("sha256", "sha257", 1))
+    code, out, _ = outcome(capsys, ["check", str(tmp_path)])
+    assert code == 1
+    assert sidecar.stem in out
+
+
+@pytest.mark.parametrize("module", ["breakeven", "acceptance", "cost", "results", "sweep", "workloads", "plots", "cli"])
+def test_analysis_loads_no_torch(module):
+    code = f"import labkit.{module}, sys; print('torch' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "False"
+
+
+def test_breakeven_imports_in_under_a_second():
+    code = "import time; t = time.perf_counter(); import labkit.breakeven; print(time.perf_counter() - t)"
+    times = [
+        float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+        for _ in range(3)
+    ]
+    assert min(times) < 1.0
+
+
+def test_help_is_quick():
+    begin = time.perf_counter()
+    subprocess.run([sys.executable, "-m", "labkit", "--help"], capture_output=True, check=True)
+    assert time.perf_counter() - begin < 5

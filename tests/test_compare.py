@@ -1,0 +1,240 @@
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from labkit.compare import compare_files, compare_runs
+from labkit.errors import InputError
+from labkit.ratios import ratio_table
+from labkit.results import build_table, write_run
+from labkit.schema import columns
+from tests.worlds import TYPICAL_NOISE, CostWorld, Noise, cost_rows
+
+SIDECAR: dict[str, Any] = {
+    "schema_version": 1,
+    "run_id": "20260101T000000Z-aaaaaa",
+    "experiment": "loop",
+    "gpu": "nvidia-h200",
+    "grid": {
+        "target": ["tiny"],
+        "context_len": [512, 2048],
+        "verify_backend": ["sdpa"],
+        "launch_mode": ["eager"],
+        "kv_dtype": ["bfloat16"],
+        "max_new_tokens": [64],
+        "num_warmup": [3],
+    },
+    "seed": 0,
+    "command": "labkit run loop",
+    "code_digest": "c0de",
+    "provenance": {
+        "device": {"name": "NVIDIA H200", "slug": "nvidia-h200", "driver": "580.1", "power_limit_w": 700.0},
+        "versions": {"torch": "2.13.0", "triton": "3.6"},
+        "commit": "abc",
+        "dirty": False,
+        "env": {},
+        "time": "2026-01-01T00:00:00Z",
+    },
+    "calibration": {"read_gb_per_s": 4300.0, "timer_resolution_ms": 0.001},
+    "digests": {"backend": {"sdpa": "d1"}, "prompts": "p1"},
+    "num_rows": 100,
+    "started": "2026-01-01T00:00:00Z",
+}
+
+
+def changed(**paths: Any) -> dict[str, Any]:
+    """The sidecar of a second run, with fields set by path (``provenance__device__driver``)."""
+    other = copy.deepcopy(SIDECAR) | {"run_id": "20260102T000000Z-bbbbbb", "started": "2026-01-02T00:00:00Z"}
+    for path, value in paths.items():
+        *folders, last = path.split("__")
+        place = other
+        for folder in folders:
+            place = place[folder]
+        place[last] = value
+    return other
+
+
+def planted(step_ms: float, run_id: str, noise: Noise = TYPICAL_NOISE, seed: int = 0, **changes: Any) -> pd.DataFrame:
+    world = CostWorld(
+        lambda _, __: 10.0, lambda _, __, j: step_ms + j, run_id=run_id, noise=noise, num_rounds=16, samples_per_round=3
+    )
+    return cost_rows(world.with_(**changes), np.random.default_rng(seed))
+
+
+def store(folder: Path, run_id: str, rows: pd.DataFrame, **changes: Any) -> Path:
+    """A stored loop run with the sidecar of `changed`."""
+    rows = rows.assign(run_id=run_id, point_key="p", group=rows["group"].astype(str))
+    rows = rows[[column.name for column in columns("loop") if column.name in rows]].astype(object)
+    values = {name: rows[name].where(rows[name].notna(), None).tolist() for name in rows}
+    table = build_table("loop", values)
+    return write_run(folder / f"{run_id}.parquet", [table], changed(**changes) | {"run_id": run_id})
+
+
+def kinds(comparison: Any) -> dict[str, str]:
+    return {difference.field: difference.kind for difference in comparison.differences}
+
+
+def test_two_runs_of_the_same_thing_differ_only_incidentally() -> None:
+    calibration = {"read_gb_per_s": 4250.0, "timer_resolution_ms": 0.002}
+    same = compare_runs(SIDECAR, changed(calibration=calibration, provenance__commit="def", num_rows=90))
+    assert same.comparable
+    assert set(kinds(same).values()) == {"incidental"}
+    measured = {"calibration.read_gb_per_s", "calibration.timer_resolution_ms"}
+    assert set(kinds(same)) == {"run_id", "started", "provenance.commit", "num_rows", *measured}
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("grid__target", ["tiny-awq"]),  # another checkpoint
+        ("grid__num_warmup", [1]),
+        ("grid__launch_mode", ["graph"]),
+        ("grid__kv_dtype", ["float8_e4m3fn"]),
+        ("grid__max_new_tokens", [1000]),
+        ("digests__prompts", "p2"),
+        ("digests__backend", {"sdpa": "d2"}),  # same name, other code
+        ("calibration__read_gb_per_s", 3300.0),  # throttled or shared
+        ("provenance__device__driver", "590.2"),
+        ("provenance__versions__torch", "2.14.0"),
+        ("provenance__env", {"CUDA_LAUNCH_BLOCKING": "1"}),
+        ("code_digest", "beef"),
+        ("seed", 1),
+    ],
+)
+def test_confounders_refuse_until_they_are_allowed(path: str, value: Any) -> None:
+    other = changed(grid__verify_backend=["per_token"], **{path: value})
+    refused = compare_runs(SIDECAR, other, varying="verify_backend")
+    assert not refused.comparable
+    field = refused.unexplained[0].field
+    assert field.split(".")[: path.count("__") + 1] == path.split("__")
+    allowed = compare_runs(SIDECAR, other, varying="verify_backend", allow=[item.field for item in refused.unexplained])
+    assert allowed.comparable
+    assert kinds(allowed)[field] == "allowed"
+
+
+def test_the_asked_for_field_brings_its_own_digest_along() -> None:
+    other = changed(grid__verify_backend=["per_token"], digests__backend={"per_token": "d9"})
+    found = kinds(compare_runs(SIDECAR, other, varying="grid.verify_backend"))
+    assert {field for field, kind in found.items() if kind == "asked_for"} == {
+        "grid.verify_backend",
+        "digests.backend.sdpa",
+        "digests.backend.per_token",
+    }
+
+
+def test_another_gpu_explains_its_name_and_bandwidth_but_not_its_driver() -> None:
+    other = changed(
+        gpu="nvidia-h100",
+        provenance__device={"name": "NVIDIA H100", "slug": "nvidia-h100", "driver": "590.2", "power_limit_w": 700.0},
+        calibration__read_gb_per_s=2900.0,
+    )
+    found = compare_runs(SIDECAR, other, varying="gpu")
+    assert [item.field for item in found.unexplained] == ["provenance.device.driver"]
+    assert kinds(found)["calibration.read_gb_per_s"] == "asked_for"
+
+
+def test_a_field_on_one_side_only_is_a_difference() -> None:
+    other = changed()
+    del other["provenance"]["versions"]["triton"]
+    (difference,) = compare_runs(SIDECAR, other).unexplained
+    assert (difference.field, difference.a, difference.b) == ("provenance.versions.triton", "3.6", "(absent)")
+
+
+def test_partly_common_axes_are_compared_where_they_meet_and_disjoint_ones_refuse() -> None:
+    assert compare_runs(SIDECAR, changed(grid__context_len=[2048, 8192])).comparable
+    assert not compare_runs(SIDECAR, changed(grid__context_len=[8192])).comparable
+
+
+def test_names_that_are_no_field_or_do_not_vary_are_said() -> None:
+    with pytest.raises(InputError, match=r"'verify' is no field .*grid\.verify_backend"):
+        compare_runs(SIDECAR, changed(), varying="verify")
+    with pytest.raises(InputError, match="'nothing' is no field"):
+        compare_runs(SIDECAR, changed(), allow=["nothing"])
+    found = compare_runs(SIDECAR, changed(), varying="verify_backend")
+    assert found.problems == ("verify_backend is the same on both sides",)
+    assert not found.comparable
+    with pytest.raises(InputError, match="given together"):
+        compare_runs(SIDECAR, changed(), rows_a=planted(12.0, "a"))
+
+
+def test_the_planted_ratio_of_two_runs_is_unpaired_and_says_so() -> None:
+    other = changed(grid__verify_backend=["per_token"])
+    rows_a = planted(12.0, SIDECAR["run_id"])
+    rows_b = planted(18.0, other["run_id"], seed=1, verify_backends=("per_token",))
+    found = compare_runs(SIDECAR, other, rows_a=rows_a, rows_b=rows_b, varying="verify_backend")
+    assert found.comparable
+    ratios = found.ratios.set_index(["arm", "num_drafted_tokens"])
+    row = ratios.loc[("speculative", 0)]
+    assert row["ratio"] == pytest.approx(1.5, rel=0.05)
+    assert row["ratio_low"] < 1.5 < row["ratio_high"]
+    assert not row["paired"]
+    assert ratios.loc[("plain", 0), "ratio"] == pytest.approx(1.0, rel=0.05)
+    text = found.to_text()
+    assert "asked for" in text
+    assert "unpaired" in text
+    assert json.loads(found.to_json())["comparable"] is True
+
+
+def test_two_arms_of_one_run_are_paired_and_drift_cancels() -> None:
+    rows = planted(12.0, "a", Noise(drift=0.3))
+    speculative = rows[rows["arm"] == "speculative"]
+    slower = speculative.assign(step_ms=speculative["step_ms"] * 1.25, verify_backend="per_token")
+    found = compare_runs(SIDECAR, SIDECAR, rows_a=speculative, rows_b=slower, varying="verify_backend")
+    assert kinds(found) == {"rows.verify_backend": "asked_for"}
+    assert found.ratios["paired"].all()
+    for name in ("ratio", "ratio_low", "ratio_high"):
+        assert found.ratios[name].to_numpy() == pytest.approx(1.25)
+
+
+@pytest.mark.parametrize(
+    ("column", "value"), [("launch_mode", "graph"), ("kv_dtype", "float8_e4m3fn"), ("quality", "throttled")]
+)
+def test_rows_can_differ_where_sidecars_agree(column: str, value: str) -> None:
+    rows_a, rows_b = planted(12.0, "a"), planted(12.0, "b").assign(**{column: value})
+    found = compare_runs(SIDECAR, changed(), rows_a=rows_a, rows_b=rows_b)
+    assert f"rows.{column}" in [item.field for item in found.unexplained]
+    assert found.ratios is None
+    assert "not comparable" in found.to_text()
+
+
+def test_a_varied_field_needs_one_value_per_side() -> None:
+    rows_a = planted(12.0, "a", verify_backends=("sdpa", "per_token"))
+    rows_b = planted(12.0, "b", verify_backends=("sdpa",))
+    other = changed(grid__verify_backend=["sdpa", "per_token"])
+    with pytest.raises(InputError, match="verify_backend must have one value on each side, got per_token, sdpa"):
+        compare_runs(other, changed(), rows_a=rows_a, rows_b=rows_b, varying="verify_backend")
+
+
+def test_one_round_gives_a_ratio_without_bounds_and_no_common_cell_is_refused() -> None:
+    table = ratio_table(planted(12.0, "a", num_rounds=1), planted(12.0, "b", num_rounds=1))
+    assert table["ratio"].notna().all()
+    assert table["ratio_low"].isna().all()
+    with pytest.raises(InputError, match="no cell in common"):
+        ratio_table(planted(12.0, "a"), planted(12.0, "b", context_lens=(77,)))
+    with pytest.raises(InputError, match="must both have one of"):
+        ratio_table(planted(12.0, "a"), planted(12.0, "b").drop(columns="step_ms"))
+
+
+def test_stored_runs_are_compared_by_path(tmp_path: Path) -> None:
+    a = store(tmp_path / "a", "20260101T000000Z-aaaaaa", planted(12.0, "a"))
+    rows_b = planted(18.0, "b", seed=1, verify_backends=("per_token",))
+    store(tmp_path / "b", "20260102T000000Z-bbbbbb", rows_b, grid__verify_backend=["per_token"])
+    found = compare_files(a, tmp_path / "b", varying="verify_backend")
+    assert found.comparable, found.to_text()
+    assert found.ratios["ratio"].max() == pytest.approx(1.5, rel=0.05)
+    assert not compare_files(a, tmp_path / "b").comparable
+    with pytest.raises(InputError, match="wanted one run to compare, found 2"):
+        compare_files(a, tmp_path)
+
+
+@pytest.mark.parametrize(("noise", "least"), [(Noise(sample=0.03, spikes=0.05), 0.9), (Noise(drift=0.02), 0.0)])
+def test_unpaired_ratios_cover_unless_the_clock_drifts(noise: Noise, least: float) -> None:
+    contexts = tuple(range(150))
+    tables = [planted(12.0, run, noise, seed, context_lens=contexts) for seed, run in enumerate("ab")]
+    table = ratio_table(*[rows[rows["num_drafted_tokens"] == 3] for rows in tables], resamples=500)
+    covered = ((table["ratio_low"] <= 1) & (table["ratio_high"] >= 1)).mean()
+    assert least <= covered <= (1.0 if least else 0.7)

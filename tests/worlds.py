@@ -1,0 +1,258 @@
+"""Synthetic worlds with known costs and acceptance, as frames of the row contract."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from labkit.acceptance import AcceptanceCounts
+from labkit.breakeven import breakeven
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What timing does to a planted cost; all zero = exact.
+
+    `sample` is the sd of the log of each sample, `drift` that of a random walk over the rounds shared by all arms of
+    a round, `spikes` the share of samples that take 1.5 to 4 times as long, `autocorrelation` that of an arm's noise
+    from round to round.
+    """
+
+    sample: float = 0.0
+    drift: float = 0.0
+    spikes: float = 0.0
+    autocorrelation: float = 0.0
+
+
+TYPICAL_NOISE = Noise(sample=0.03, drift=0.02, spikes=0.05)
+
+
+@dataclass(frozen=True)
+class CostWorld:
+    """Planted times in ms.
+
+    `decode_ms(backend, context_len)` of a plain step, `step_ms(verify_backend, context_len, num_drafted_tokens)` of a
+    speculative one.
+    """
+
+    decode_ms: Callable[[str, int], float]
+    step_ms: Callable[[str, int, int], float]
+    decode_backends: tuple[str, ...] = ("sdpa",)
+    verify_backends: tuple[str, ...] = ("sdpa",)
+    context_lens: tuple[int, ...] = (1024,)
+    num_speculative_tokens: int = 4
+    num_rounds: int = 8
+    samples_per_round: int = 2
+    noise: Noise = Noise()
+    run_id: str = "run-1"
+    gpu: str = "cpu"
+    target: str = "tiny"
+    drafter: str = "ngram"
+    batch_size: int = 1
+
+    def with_(self, **changes: Any) -> "CostWorld":
+        """A copy with some fields changed."""
+        return replace(self, **changes)
+
+
+def cost_rows(world: CostWorld, rng: np.random.Generator | None = None) -> pd.DataFrame:
+    """Loop rows: per context and verify backend one group; in each round every plain backend and every draft length."""
+    rng = rng or np.random.default_rng(0)
+    k = world.num_speculative_tokens
+    frames = []
+    for context_len in world.context_lens:
+        for verify in world.verify_backends:
+            plain = [("plain", None, name, 0, world.decode_ms(name, context_len)) for name in world.decode_backends]
+            steps = [("speculative", verify, None, j, world.step_ms(verify, context_len, j)) for j in range(k + 1)]
+            arms = pd.DataFrame(
+                [*plain, *steps], columns=["arm", "verify_backend", "decode_backend", "num_drafted_tokens", "true_ms"]
+            )
+            group = f"{context_len}/{verify}/{k}"
+            frames.append(_sampled(arms, world, rng).assign(context_len=context_len, group=group))
+    rows = pd.concat(frames, ignore_index=True)
+    speculative = rows["arm"] == "speculative"
+    return rows.assign(
+        experiment="loop",
+        run_id=world.run_id,
+        origin="forced",
+        status="ok",
+        reason=None,
+        quality="ok",
+        gpu=world.gpu,
+        target=world.target,
+        drafter=pd.Series(world.drafter, index=rows.index).where(speculative, None),
+        draft_backend=None,
+        linear_backend="torch",
+        num_speculative_tokens=np.where(speculative, k, np.nan),
+        batch_size=world.batch_size,
+        q_len=rows["num_drafted_tokens"] + 1,
+        num_accepted_tokens=0,
+        weight_dtype="float32",
+        kv_dtype="float32",
+        launch_mode="eager",
+    )
+
+
+def _sampled(arms: pd.DataFrame, world: CostWorld, rng: np.random.Generator) -> pd.DataFrame:
+    noise, shape = world.noise, (world.num_rounds, len(arms), world.samples_per_round)
+    logs = rng.normal(0, noise.sample, shape)
+    for index in range(1, world.num_rounds):
+        fresh = np.sqrt(1 - noise.autocorrelation**2)
+        logs[index] = noise.autocorrelation * logs[index - 1] + fresh * logs[index]
+    logs += rng.normal(0, noise.drift, (world.num_rounds, 1, 1)).cumsum(axis=0)
+    spikes = np.where(rng.random(shape) < noise.spikes, rng.uniform(1.5, 4, shape), 1.0)
+    times = arms["true_ms"].to_numpy()[None, :, None] * np.exp(logs) * spikes
+    round_index, arm_index, sample = (index.ravel() for index in np.indices(shape))
+    rows = arms.drop(columns="true_ms").iloc[arm_index].reset_index(drop=True)
+    return rows.assign(round=round_index, sample=sample, step_ms=times.ravel())
+
+
+@dataclass(frozen=True)
+class AcceptanceWorld:
+    """Prompts whose chance of keeping each further draft token is drawn from a Beta distribution.
+
+    A prompt emits about `tokens_per_prompt` tokens, so texts that accept little take more steps. A step drafts k tokens
+    with the chance `drafted_share`, otherwise none. `spread` is the sd of the chance between prompts, 0 for none.
+    """
+
+    keep: float = 0.6
+    spread: float = 0.15
+    num_prompts: int = 16
+    tokens_per_prompt: int = 128
+    drafted_share: float = 1.0
+    num_speculative_tokens: int = 4
+    target: str = "tiny"
+    drafter: str = "ngram"
+    workload: str = "prose"
+    context_len_low: int = 0
+    context_len_high: int = 1 << 20
+
+    def with_(self, **changes: Any) -> "AcceptanceWorld":
+        """A copy with some fields changed."""
+        return replace(self, **changes)
+
+    def chances(self, num_prompts: int, rng: np.random.Generator) -> np.ndarray:
+        """Chance of keeping a draft token, per prompt."""
+        if not self.spread:
+            return np.full(num_prompts, self.keep)
+        concentration = self.keep * (1 - self.keep) / self.spread**2 - 1
+        return rng.beta(self.keep * concentration, (1 - self.keep) * concentration, num_prompts)
+
+    def steps_and_length(self, chances: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Verify steps and expected acceptance length of prompts with these chances."""
+        kept = sum(chances**i for i in range(1, self.num_speculative_tokens + 1))
+        length = 1 + self.drafted_share * kept
+        return np.maximum(1, np.round(self.tokens_per_prompt / length)), length
+
+    def true_length(self) -> float:
+        """Pooled mean acceptance length over a very large number of prompts."""
+        steps, length = self.steps_and_length(self.chances(200_000, np.random.default_rng(1)))
+        return float((steps * length).sum() / steps.sum())
+
+
+def acceptance_rows(world: AcceptanceWorld, rng: np.random.Generator | None = None) -> pd.DataFrame:
+    """One acceptance row per prompt."""
+    rng = rng or np.random.default_rng(0)
+    k = world.num_speculative_tokens
+    chances = world.chances(world.num_prompts, rng)
+    histograms = []
+    for chance, steps in zip(chances, world.steps_and_length(chances)[0], strict=True):
+        kept = chance ** np.arange(k + 1) * np.append(np.full(k, 1 - chance), 1.0)
+        num_drafted = rng.binomial(int(steps), world.drafted_share)
+        histogram = np.zeros((k + 1, k + 1), dtype=int)
+        histogram[k] = rng.multinomial(num_drafted, kept)
+        histogram[0, 0] = int(steps) - num_drafted
+        histograms.append(AcceptanceCounts(tuple(map(tuple, histogram.tolist()))))
+    return rows_of_counts(histograms, world)
+
+
+def rows_of_counts(prompts: Sequence[AcceptanceCounts], world: AcceptanceWorld | None = None) -> pd.DataFrame:
+    """One acceptance row per given set of counts, described as `world` says."""
+    world = world or AcceptanceWorld()
+    return pd.DataFrame(
+        [
+            {
+                **counts.columns(),
+                "run_id": "run-a",
+                "experiment": "acceptance",
+                "origin": "measured",
+                "status": "ok",
+                "gpu": "cpu",
+                "target": world.target,
+                "drafter": world.drafter,
+                "workload": world.workload,
+                "prompt_id": f"{world.workload}-{index}",
+                "temperature": 0.0,
+                "context_len_low": world.context_len_low,
+                "context_len_high": world.context_len_high,
+                "num_output_tokens": 1 + counts.num_verify_steps + counts.num_accepted_tokens,
+                "weight_dtype": "float32",
+                "kv_dtype": "float32",
+            }
+            for index, counts in enumerate(prompts)
+        ]
+    )
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """How intervals and verdicts did in many planted worlds: shares of worlds, 0..1."""
+
+    covered: float
+    cost_covered: float
+    length_covered: float
+    wrong: float
+    decided_when_clear: float
+    median_log_width: float
+
+
+def calibrate(
+    num_worlds: int,
+    *,
+    num_prompts: int = 16,
+    num_rounds: int = 8,
+    samples_per_round: int = 2,
+    noise: Noise = TYPICAL_NOISE,
+    drafted_share: float = 0.7,
+    spread: float = 0.15,
+    resamples: int = 600,
+    seed: int = 0,
+) -> Calibration:
+    """Plant `num_worlds` speed-ups between about 0.7 and 1.5 and judge them all in one call.
+
+    A clear world has a speed-up at least 10% from 1. A verdict is wrong when it says pays or loses of the other side.
+    """
+    rng = np.random.default_rng(seed)
+    costs, acceptances, truths = [], [], {}
+    base = AcceptanceWorld(num_prompts=num_prompts, drafted_share=drafted_share, spread=spread)
+    for index in range(num_worlds):
+        name, slope = f"world-{index}", rng.uniform(0.05, 0.45)
+        cost = CostWorld(
+            lambda backend, _: {"sdpa": 1.0, "per_token": 1.04}[backend],
+            lambda _, __, j, slope=slope: 1.1 + slope * j,
+            decode_backends=("sdpa", "per_token"),
+            num_rounds=num_rounds,
+            samples_per_round=samples_per_round,
+            noise=noise,
+            target=name,
+            run_id=name,
+        )
+        costs.append(cost_rows(cost, rng))
+        acceptances.append(acceptance_rows(base.with_(target=name), rng))
+        truths[name] = drafted_share * (1.1 + 4 * slope) + (1 - drafted_share) * 1.1
+    cells = breakeven(pd.concat(costs), pd.concat(acceptances), resamples=resamples).cells
+    relative, length = cells["target"].map(truths), base.true_length()
+    truth = length / relative
+    decided = cells["verdict"].isin(("pays", "loses", "cannot_pay"))
+    return Calibration(
+        covered=truth.between(cells["speedup_low"], cells["speedup_high"]).mean(),
+        cost_covered=relative.between(cells["relative_step_cost_low"], cells["relative_step_cost_high"]).mean(),
+        length_covered=np.mean(
+            (cells["mean_acceptance_length_low"] <= length) & (length <= cells["mean_acceptance_length_high"])
+        ),
+        wrong=(decided & ((cells["verdict"] == "pays") != (truth > 1))).mean(),
+        decided_when_clear=decided[(truth - 1).abs() >= 0.1].mean(),
+        median_log_width=np.log(cells["speedup_high"] / cells["speedup_low"]).median(),
+    )
