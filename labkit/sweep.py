@@ -271,6 +271,7 @@ def run_sweep(
     executor: str = "local",
     timeout_s: float = 600.0,
     budget_s: float | None = None,
+    budget_is_total: bool = False,
     backend_digest: str | Callable[[Point], str] = "",
     code_digest: str = "",
     provenance: dict[str, Any] | None = None,
@@ -309,6 +310,9 @@ def run_sweep(
         Limit of one point, s, loading a model included, starting the worker not. Only with ``worker``.
     budget_s : float, optional
         Stop before the first point that is not expected to end within this time, s. The rest can be resumed.
+    budget_is_total : bool
+        Time that earlier sessions of this run spent on its points counts against the budget, so that asking again
+        does not measure more.
     backend_digest : str or function of a point
         What identifies the measured code in the key of a point (`labkit.attention.api.backend_digest`).
     code_digest : str
@@ -347,7 +351,8 @@ def run_sweep(
     with _find_or_create(folder, header, resume) as journal:
         run = f"{experiment} {journal.header['run_id']}"
         num_done = sum(journal.is_final(key) for key in keyed)
-        budget = _Budget(budget_s, journal)
+        spent_s = sum(attempt.seconds for attempt in journal.attempts.values()) if budget_is_total else 0.0
+        budget = _Budget(None if budget_s is None else budget_s - spent_s, journal)
         num_measured = 0
         if num_done == len(keyed):
             say(f"{run}: all {num_done} points are stored, nothing to measure")

@@ -35,7 +35,7 @@ PRESETS: dict[str, common.Axes] = {
         "seed": [0],
     }
 }
-CPU_BUDGET_S = 150.0
+CPU_BUDGET_S = 120.0
 PRESETS["gpu"] = PRESETS["cpu"] | {
     "workload": list(workloads.WORKLOADS),
     "num_speculative_tokens": [1, 2, 3, 4, 5, 6, 7],
@@ -101,9 +101,9 @@ def run(
 ) -> RunResult:
     """Measure a preset with some axes replaced. ``options`` go to `labkit.sweep.run_sweep` (resume, budget, ...).
 
-    The cpu preset measures as many of its prompts as fit into ``CPU_BUDGET_S``.
+    The cpu preset measures as many of its prompts as fit into ``CPU_BUDGET_S`` in all; a ``budget_s`` replaces that.
     """
-    options = ({"budget_s": CPU_BUDGET_S} if preset == "cpu" else {}) | (options or {})
+    options = ({"budget_s": CPU_BUDGET_S, "budget_is_total": True} if preset == "cpu" else {}) | (options or {})
     return common.sweep("acceptance", points(preset, **axes), out_dir=out_dir, **options)
 
 

@@ -39,7 +39,7 @@ PRESETS: dict[str, common.Axes] = {
         "verify_backend": ["sdpa", "per_token"],
         "decode_backend": ["sdpa", "per_token"],
         "weight_dtype": ["float32"],
-        "num_rounds": [8],
+        "num_rounds": [6],
         "steps_per_round": [2],
         "seed": [0],
     }
