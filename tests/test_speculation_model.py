@@ -87,6 +87,21 @@ def test_cache_is_reused_between_runs_of_one_target(tiny):
     assert shorter.output_ids == speculate(fresh, NgramDrafter(), [prompt[:50]], **options)[0].output_ids
 
 
+@pytest.mark.parametrize("shared", [1, 16, 37])
+def test_a_target_adopts_the_prefix_of_another(tiny, shared):
+    (prompt,) = tiny_prompts(tiny, (40,))
+    other = [*prompt[:shared], *reversed(prompt)]
+    options = {"num_speculative_tokens": 3, "max_new_tokens": 16}
+    first, second, fresh = (
+        ModelTarget(tiny, batch_size=1, max_context_len=room, verify_backend="sdpa") for room in (160, 144, 144)
+    )
+    speculate(first, NgramDrafter(), [prompt], **options)
+    second.adopt(first, other)
+    assert second.cache.context_lens[0] >= shared
+    expected = speculate(fresh, NgramDrafter(), [other], **options)[0].output_ids
+    assert_same_text(tiny, other, expected, speculate(second, NgramDrafter(), [other], **options)[0].output_ids)
+
+
 @pytest.fixture(scope="module")
 def smollm2():
     return load_model("smollm2-135m", dtype="float32", device="cpu"), load_tokenizer("smollm2-135m")

@@ -61,6 +61,21 @@ class ModelTarget:
         tokens = torch.tensor([[request.token_ids[-1]] for request in requests], device=self.decoder.device)
         return self._forward(requests, tokens, self.decode_backend)
 
+    def adopt(self, other: ModelTarget, token_ids: Sequence[int]) -> None:
+        """Copy the keys and values of the longest prefix of ``token_ids`` that ``other`` holds into this empty cache.
+
+        Both hold one request of the same decoder in pages that follow each other. A shared prefix need not be prefilled
+        twice.
+        """
+        held = min(len(token_ids) - 1, other.cache.context_lens[0], self.cache.max_context_len)
+        known = other._cached[0]
+        shared = next((i for i in range(held) if known[i] != token_ids[i]), held)
+        num_pages = -(-shared // self.cache.page_size)
+        self.cache.k[:, :num_pages] = other.cache.k[:, :num_pages]
+        self.cache.v[:, :num_pages] = other.cache.v[:, :num_pages]
+        self.cache.advance(shared)
+        self._cached[0] = list(token_ids[:shared])
+
     def _forward(self, requests: Sequence[Request], tokens: Tensor, backend: str) -> Tensor:
         rows = tuple(self._row_of[request.index] for request in requests)
         active = self._view(rows)
