@@ -70,11 +70,10 @@ def points(preset: str, **axes: Sequence[Any]) -> list[dict[str, Any]]:
         for context_len in sorted(grid["context_len"], reverse=True):  # shorter ones reuse the longest one's prefill
             for workload in grid["workload"]:
                 if index < len(prompts[workload]):
-                    cell = {
-                        "workload": workload,
-                        "prompt_id": prompts[workload][index].id,
-                        "context_len": context_len,
-                    }
+                    prompt = prompts[workload][index]
+                    # The prompt's digest makes an edited prompt another point; the row's own covers the filler too.
+                    cell = {"workload": workload, "prompt_id": prompt.id, "prompt_text": prompt.digest}
+                    cell["context_len"] = context_len
                     found += _arms(fixed | cell, grid)
     return found
 

@@ -95,7 +95,7 @@ def auto_preset() -> str:
 
 
 # Modules whose code decides what a number means: an edit starts a new run instead of mixing with the old.
-_MEASURING = ("speculation.py", "timing.py", "kv_cache.py", "models", "drafting")
+_MEASURING = ("speculation.py", "timing.py", "kv_cache.py", "models", "drafting", "workloads.py", "filler.py")
 
 
 def sweep(
