@@ -91,7 +91,8 @@ def calibrate(device: str = "cpu") -> dict[str, Any]:
     dict
         read_gb_per_s: median of repeated reads, 1e9 B/s, and read_spread (best, 20th and 80th percentile);
         matrix_tflops_per_s: dtype -> median, 1e12 FLOP/s, null where the device has no such product, and
-        matrix_spread; timer_resolution_us, noise_floor_us; cache_bytes, num_threads, device, time (UTC).
+        matrix_spread; timer_resolution_us, noise_floor_us; cache_bytes, num_threads, num_sms (null on a CPU),
+        device, time (UTC).
     """
     import torch
 
@@ -101,6 +102,7 @@ def calibrate(device: str = "cpu") -> dict[str, Any]:
         "device": device,
         "time": utc_now(),
         "num_threads": torch.get_num_threads(),
+        "num_sms": None if device == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count,
         "read_gb_per_s": read["median"],
         "read_spread": read,
         "matrix_tflops_per_s": {dtype: rate and rate["median"] for dtype, rate in matrix.items()},

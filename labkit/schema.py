@@ -124,6 +124,7 @@ _ATTENTION = (
     _real("gb_per_s", "1e9 B/s", "key and value bytes, each once, / attention_ms", nullable=True),
     _count("num_programs", "count", "programs (thread blocks) launched", nullable=True),
     _count("num_splits", "count", "parts the keys of one request are split into", nullable=True),
+    _real("kv_passes", "count", "times one call brings each key and value to a processor", nullable=True),
     _real("tile_us", "us", "serial time of one block per 64-key tile (unsplit kernels)", nullable=True),
     _count("workspace_bytes", "bytes", "scratch memory of the backend", nullable=True),
     _real("error", "share", "max abs(out - ref) / max abs(ref) on the timed inputs", nullable=True),

@@ -159,6 +159,7 @@ def _facts(shape: AttentionShape, call: Any, error: float, plan_ms: float) -> di
         "kv_bytes_read": kv_bytes_read(shape),
         "num_programs": info.get("num_programs"),
         "num_splits": info.get("num_splits"),
+        "kv_passes": info.get("kv_passes"),
         "workspace_bytes": info.get("workspace_bytes"),
         "error": error,
         "verified_at": utc_now(),
