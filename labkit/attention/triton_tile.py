@@ -1,4 +1,4 @@
-"""One tile of keys for one tile of query rows: the inner step of both Triton kernels."""
+"""One tile of keys for one tile of query rows: the inner step of the Triton kernel."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -17,45 +17,65 @@ def attend_tile(
     page_row,
     first_token,
     kv_len,
+    context_len,
     last_visible,
+    ancestors,
+    window,
     scale_log2,
     stride_slot,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
+    TREE: tl.constexpr,
+    WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Fold the keys from `first_token` on into the running softmax (base 2) of `q_tile`.
+    """Fold the keys from `first_token` on into the running softmax of `q_tile`; `top` is the maximum of the raw logits.
 
     `k` and `v` point at the KV head, `page_row` at the request's page table, `last_visible` holds the last key that
-    each row may see. Without `MASKED` every row must see all `BLOCK_N` keys.
+    each row may see. Without `MASKED` every row must see all `BLOCK_N` keys. Keys of 8 bits are widened here.
     """
-    token = first_token + tl.arange(0, BLOCK_N)
+    step = tl.arange(0, BLOCK_N)
     dim = tl.arange(0, HEAD_DIM)
-    if MASKED:
-        inside = token < kv_len
-        page = tl.load(page_row + token // PAGE_SIZE, mask=inside, other=0)
-    else:
-        page = tl.load(page_row + token // PAGE_SIZE)
+    token = first_token + step
+    inside = token < kv_len
     # A long cache has more than 2**31 elements.
-    offset = (page.to(tl.int64) * PAGE_SIZE + token % PAGE_SIZE) * stride_slot
+    if PAGE_SIZE % BLOCK_N == 0:
+        page = tl.load(page_row + first_token // PAGE_SIZE).to(tl.int64)
+        offset = (page * PAGE_SIZE + first_token % PAGE_SIZE + step) * stride_slot
+    else:
+        if MASKED:
+            page = tl.load(page_row + token // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
+        else:
+            page = tl.load(page_row + token // PAGE_SIZE).to(tl.int64)
+        offset = (page * PAGE_SIZE + token % PAGE_SIZE) * stride_slot
     if MASKED:
         k_tile = tl.load(k + offset[None, :] + dim[:, None], mask=inside[None, :], other=0.0)
         v_tile = tl.load(v + offset[:, None] + dim[None, :], mask=inside[:, None], other=0.0)
     else:
         k_tile = tl.load(k + offset[None, :] + dim[:, None])
         v_tile = tl.load(v + offset[:, None] + dim[None, :])
-    logits = tl.dot(q_tile, k_tile, input_precision=PRECISION) * scale_log2
+    logits = tl.dot(q_tile, k_tile.to(q_tile.dtype), input_precision=PRECISION)
     if MASKED:
-        logits = tl.where(token[None, :] <= last_visible[:, None], logits, float("-inf"))
+        if TREE:
+            # Bit j of a row's ancestors: it sees the j-th new token. Everything before the new tokens is visible.
+            new = tl.minimum(tl.maximum(token - context_len, 0), 63).to(tl.int64)
+            is_ancestor = ((ancestors[:, None] >> new[None, :]) & 1) != 0
+            visible = (token[None, :] < context_len) | (is_ancestor & inside[None, :])
+        else:
+            visible = token[None, :] <= last_visible[:, None]
+        if WINDOW:
+            visible = visible & (token[None, :] > last_visible[:, None] - window)
+        logits = tl.where(visible, logits, float("-inf"))
     new_top = tl.maximum(top, tl.max(logits, 1))
     base = new_top
     if MASKED:
         # A row that has seen no key yet: -inf minus -inf would be NaN.
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
-    weights = tl.exp2(logits - base[:, None])
-    shrink = tl.exp2(top - base)
+    weights = tl.exp2(logits * scale_log2 - (base * scale_log2)[:, None])
+    shrink = tl.exp2((top - base) * scale_log2)
     total = total * shrink + tl.sum(weights, 1)
-    acc = acc * shrink[:, None] + tl.dot(weights.to(v_tile.dtype), v_tile, input_precision=PRECISION)
+    weights = weights.to(q_tile.dtype)
+    acc = tl.dot(weights, v_tile.to(q_tile.dtype), acc * shrink[:, None], input_precision=PRECISION)
     return acc, new_top, total
