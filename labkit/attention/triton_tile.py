@@ -7,6 +7,58 @@ import triton.language as tl
 
 
 @triton.jit
+def _page(page_row, index, last):
+    return tl.load(page_row + tl.minimum(index, last))
+
+
+@triton.jit
+def _two_pages(page_row, index, last):
+    return (_page(page_row, index, last), _page(page_row, index + 1, last))
+
+
+@triton.jit
+def load_pages(page_row, first_token, kv_len, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The pages of a tile as scalars, for 1, 2, 4 or 8 pages a tile; None for smaller pages, looked up key by key.
+
+    Scalars are selected in whatever layout the keys have, and carried from tile to tile they are prefetched: a vector
+    of pages would be exchanged through shared memory, and its load would put K and V a pipeline stage behind.
+    """
+    last = (kv_len - 1) // PAGE_SIZE
+    index = first_token // PAGE_SIZE
+    if BLOCK_N > 8 * PAGE_SIZE:
+        return (first_token,)
+    elif BLOCK_N <= PAGE_SIZE:
+        return (_page(page_row, index, last),)
+    elif BLOCK_N == 2 * PAGE_SIZE:
+        return _two_pages(page_row, index, last)
+    elif BLOCK_N == 4 * PAGE_SIZE:
+        return _two_pages(page_row, index, last) + _two_pages(page_row, index + 2, last)
+    else:
+        left = _two_pages(page_row, index, last) + _two_pages(page_row, index + 2, last)
+        return left + _two_pages(page_row, index + 4, last) + _two_pages(page_row, index + 6, last)
+
+
+@triton.jit
+def key_offsets(pages, page_row, first_token, kv_len, stride_slot, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """int64 ``[BLOCK_N]``: where the keys of a tile lie. A long cache has more than 2**31 elements."""
+    step = tl.arange(0, BLOCK_N)
+    if BLOCK_N > 8 * PAGE_SIZE:
+        token = tl.minimum(first_token + step, kv_len - 1)
+        page = tl.load(page_row + token // PAGE_SIZE).to(tl.int64)
+        offset = (page * PAGE_SIZE + token % PAGE_SIZE) * stride_slot
+    else:
+        page_stride = stride_slot.to(tl.int64) * PAGE_SIZE
+        offset = tl.zeros([BLOCK_N], tl.int64) + pages[0] * page_stride
+        for index in tl.static_range(1, BLOCK_N // PAGE_SIZE):
+            offset = tl.where(step >= index * PAGE_SIZE, pages[index] * page_stride, offset)
+        if BLOCK_N <= PAGE_SIZE:
+            offset += (first_token % PAGE_SIZE + step) * stride_slot
+        else:
+            offset += step % PAGE_SIZE * stride_slot
+    return offset
+
+
+@triton.jit
 def attend_tile(
     acc,
     top,
@@ -14,7 +66,7 @@ def attend_tile(
     q_tile,
     k,
     v,
-    page_row,
+    offset,
     first_token,
     kv_len,
     context_len,
@@ -22,9 +74,7 @@ def attend_tile(
     ancestors,
     window,
     scale_log2,
-    stride_slot,
     HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
     TREE: tl.constexpr,
@@ -33,23 +83,13 @@ def attend_tile(
 ):
     """Fold the keys from `first_token` on into the running softmax of `q_tile`; `top` is the maximum of the raw logits.
 
-    `k` and `v` point at the KV head, `page_row` at the request's page table, `last_visible` holds the last key that
-    each row may see. Without `MASKED` every row must see all `BLOCK_N` keys. Keys of 8 bits are widened here.
+    `k` and `v` point at the KV head, `offset` at the keys from there, `last_visible` holds the last key that each row
+    may see. Without `MASKED` every row must see all `BLOCK_N` keys. Keys of 8 bits are widened here.
     """
     step = tl.arange(0, BLOCK_N)
     dim = tl.arange(0, HEAD_DIM)
     token = first_token + step
     inside = token < kv_len
-    # A long cache has more than 2**31 elements.
-    if PAGE_SIZE % BLOCK_N == 0:
-        page = tl.load(page_row + first_token // PAGE_SIZE).to(tl.int64)
-        offset = (page * PAGE_SIZE + first_token % PAGE_SIZE + step) * stride_slot
-    else:
-        if MASKED:
-            page = tl.load(page_row + token // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
-        else:
-            page = tl.load(page_row + token // PAGE_SIZE).to(tl.int64)
-        offset = (page * PAGE_SIZE + token % PAGE_SIZE) * stride_slot
     if MASKED:
         k_tile = tl.load(k + offset[None, :] + dim[:, None], mask=inside[None, :], other=0.0)
         v_tile = tl.load(v + offset[:, None] + dim[None, :], mask=inside[:, None], other=0.0)
