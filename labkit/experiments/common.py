@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from labkit.models.tokenizer import Tokenizer
 
 Axes = dict[str, list[Any]]
+_FROM_ZERO = (
+    *("seed", "temperature", "top_p", "context_len", "num_speculative_tokens"),
+    *("window", "shared_prefix_len"),
+)
 
 
 def axes_of(presets: Mapping[str, Axes], preset: str, given: Mapping[str, Sequence[Any]]) -> Axes:
@@ -39,7 +43,7 @@ def axes_of(presets: Mapping[str, Axes], preset: str, given: Mapping[str, Sequen
             raise InputError(f"axis {name}: wanted at least one value, got none")
         if len(set(values)) < len(values):
             raise InputError(f"axis {name}: a value stands twice in {values}")
-        smallest = 0 if name in ("seed", "temperature", "top_p", "context_len", "num_speculative_tokens") else 1
+        smallest = 0 if name in _FROM_ZERO else 1
         if bad := [value for value in values if isinstance(value, int | float) and value < smallest]:
             raise InputError(f"axis {name}: wanted {smallest} or more, got {bad[0]}")
     return axes
