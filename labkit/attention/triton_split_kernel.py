@@ -17,7 +17,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 # Lengths and counts change from step to step: one compiled kernel serves them all.
-@triton.jit(do_not_specialize=["q_len", "window", "num_row_tiles", "num_splits", "min_chunk"])
+@triton.jit(do_not_specialize=["q_len", "window", "num_row_tiles", "num_splits", "min_chunk", "stride_table"])
 def split_kernel(
     q,
     k,

@@ -10,7 +10,7 @@ from typing import Any
 
 from labkit.cost import kv_bytes_read
 from labkit.device_state import DeviceState, device_state
-from labkit.errors import InputError
+from labkit.errors import InputError, Unsupported
 from labkit.experiments import common
 from labkit.provenance import utc_now
 from labkit.shapes import MAX_Q_LEN, AttentionShape, dtype_bytes, model_shape
@@ -49,6 +49,53 @@ PRESETS["gpu"] = PRESETS["cpu"] | {
     "q_dtype": ["bfloat16"],
     "launch_mode": ["graph"],
 }
+_LIBRARIES = ["triton_split", "flashinfer_fa2", "flashinfer_decode", "fa3"]
+_LADDER = ["triton_nosplit", "triton_ladder_split", "triton_ladder_packed", "triton_ladder_staged"]
+_ENGINES = ["triton_per_token", "triton_decode8", "triton_segmented_2d", "triton_segmented_3d"]
+_CONTEXTS = [131072, 1024, 16384, 262144, 65536, 4096, 32768, 2048, 8192]
+# The committed grid of a data centre GPU: ours against the libraries over batches, then every path over the context.
+PRESETS["full"] = PRESETS["gpu"] | {
+    "backend": _LIBRARIES,
+    "model": ["64/8/128", "24/4/256", "32/8/128"],
+    "context_len": [131072, 2048, 16384],
+    "q_len": [1, 8, 4, 16],
+    "batch_size": [1, 4, 16],
+}
+_MORE_GRIDS: dict[str, list[common.Axes]] = {
+    "full": [
+        {
+            "backend": [*_LIBRARIES, *_LADDER, *_ENGINES, "flashinfer_auto", "fa3_nosplit", "per_token"],
+            "model": ["64/8/128", "24/4/256"],
+            "context_len": _CONTEXTS,
+            "q_len": [8, 1],
+            "batch_size": [1],
+        },
+        {
+            "backend": _LIBRARIES,
+            "kv_dtype": ["float8_e4m3fn"],
+            "model": ["64/8/128", "24/4/256"],
+            "context_len": _CONTEXTS,
+            "q_len": [8, 1],
+            "batch_size": [1],
+        },
+        {"backend": _LIBRARIES, "context_len": _CONTEXTS, "q_len": [2, 32, 4, 16], "batch_size": [1]},
+        {
+            "backend": [*_LIBRARIES, "triton_nosplit", "flashinfer_auto"],
+            "model": ["64/8/128"],
+            "context_len": [200, 500, 1000, 2000],
+            "q_len": [8, 1],
+            "batch_size": [1],
+        },
+        {
+            "backend": ["triton_split", "sdpa", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "sdpa_math"],
+            "page_order": ["sequential"],
+            "model": ["64/8/128"],
+            "context_len": [16384, 131072, 1024],
+            "q_len": [8, 1],
+            "batch_size": [1],
+        },
+    ]
+}
 PRESETS["ci"] = PRESETS["cpu"] | {"context_len": [512, 1024], "q_len": [1, 3], "num_rounds": [3]}
 
 _ONE_VALUE = ("num_rounds", "seed")
@@ -56,6 +103,14 @@ _CELL = (
     *("model", "batch_size", "page_size", "page_order", "q_dtype", "kv_dtype", "mask", "window", "shared_prefix_len"),
     *("l2_state", "launch_mode", "context_len", "q_len"),
 )
+_NAMES = {
+    "l2_state": ("cold", "warm"),
+    "launch_mode": ("eager", "graph"),
+    "page_order": ("sequential", "permuted"),
+    "mask": ("causal", "tree"),
+    "q_dtype": ("bfloat16", "float16", "float32"),
+    "kv_dtype": ("as q", "bfloat16", "float16", "float32", "float8_e4m3fn"),
+}
 _WORKSPACE_BYTES = 4 << 30  # scratch of the backends and of the oracle
 _TILE_KEYS = 64
 
@@ -63,32 +118,31 @@ _TILE_KEYS = 64
 def points(preset: str, **axes: Sequence[Any]) -> list[dict[str, Any]]:
     """One point per backend and cell; the backends of a cell share a ``group`` and are interleaved.
 
-    Raises InputError for an unknown preset, axis, backend or model shape, a context of 0, or a launch mode that the
-    device does not have.
+    Raises InputError for an unknown preset, axis, backend or model shape, or a context of 0.
     """
-    grid = common.axes_of(PRESETS, preset, axes)
+    found: list[dict[str, Any]] = []
+    for index, changes in enumerate([{}, *_MORE_GRIDS.get(preset, [])]):
+        grid = common.axes_of({preset: PRESETS.get(preset, {}) | changes} if changes else PRESETS, preset, axes)
+        found += _points_of_grid(grid, prefix=f"{index}:" if changes else "")
+    return found
+
+
+def _points_of_grid(grid: common.Axes, prefix: str) -> list[dict[str, Any]]:
     common.check_backends("backend", grid["backend"])
-    common.check_names("l2_state", grid["l2_state"], ("cold", "warm"))
-    common.check_names("launch_mode", grid["launch_mode"], ("eager", "graph"))
-    common.check_names("page_order", grid["page_order"], ("sequential", "permuted"))
-    common.check_names("mask", grid["mask"], ("causal", "tree"))
+    for axis, known in _NAMES.items():
+        common.check_names(axis, grid[axis], known)
     for model in grid["model"]:
         heads_of(model)
-    for dtype in grid["q_dtype"]:
-        common.check_names("q_dtype", [dtype], ("bfloat16", "float16", "float32"))
-    common.check_names("kv_dtype", grid["kv_dtype"], ("as q", "bfloat16", "float16", "float32", "float8_e4m3fn"))
     if 0 in grid["context_len"]:
         raise InputError("context_len: wanted 1 or more, got 0")
     if bad := [q_len for q_len in grid["q_len"] if q_len > MAX_Q_LEN]:
         raise InputError(f"q_len: wanted 1 to {MAX_Q_LEN}, got {bad[0]}")
-    if "graph" in grid["launch_mode"] and common.device() == "cpu":
-        raise InputError("launch_mode graph: needs a CUDA device")
     fixed = {name: common.sole(grid, name) for name in _ONE_VALUE}
     found = []
     for values in product(*(grid[name] for name in _CELL)):
         cell = dict(zip(_CELL, values, strict=True))
         shape_of(cell)
-        group = "/".join(str(value) for value in values)
+        group = prefix + "/".join(str(value) for value in values)
         found += [fixed | cell | {"group": group, "backend": backend} for backend in grid["backend"]]
     return found
 
@@ -145,6 +199,8 @@ def measure(cell: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception
     from labkit.timing import sample_rounds
 
     first, shape, device = cell[0], shape_of(cell[0]), common.device()
+    if first["launch_mode"] == "graph" and device == "cpu":
+        return [Unsupported("launch_mode graph needs a CUDA device") for _ in cell]
     common.load_backends(first)
     _check_memory(shape, device)
     generator = torch.Generator(device).manual_seed(first["seed"])
