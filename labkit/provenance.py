@@ -172,11 +172,14 @@ def _versions() -> dict[str, str | None]:
 
 
 def _commit() -> dict[str, Any]:
-    """Commit of the code and whether `labkit/` differs from it; null outside a git checkout."""
+    """Commit of the code and whether `labkit/` differs from it.
+
+    Outside a git checkout (a copy in a container) it is what ``LABKIT_COMMIT`` says, and unknown whether changed.
+    """
     head = _output_of("git", "-C", str(ROOT), "rev-parse", "HEAD")
     changed = _output_of("git", "-C", str(ROOT), "status", "--porcelain", "--", "labkit") if head else None
     return {
-        "commit": head.strip() if head else None,
+        "commit": head.strip() if head else os.environ.get("LABKIT_COMMIT"),
         "dirty": None if changed is None else bool(changed.strip()),
     }
 
