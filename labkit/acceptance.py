@@ -267,12 +267,7 @@ def prompt_histograms(df: pd.DataFrame) -> np.ndarray:
 
 
 def acceptance_table(
-    df: pd.DataFrame,
-    by: Sequence[str] | None = None,
-    *,
-    confidence: float = 0.95,
-    resamples: int = 2000,
-    seed: int = 0,
+    df: pd.DataFrame, by: Sequence[str] | None = None, *, confidence: float = 0.95, resamples: int = 2000, seed: int = 0
 ) -> pd.DataFrame:
     """Lengths and rates per group of acceptance rows, with intervals from resampled prompts.
 

@@ -81,11 +81,7 @@ def run_batch(
     folder = Path(out_dir) if out_dir is not None else paths.BUILD / "batch"
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    values = {
-        "out_dir": str(folder / "runs"),
-        "figures_dir": str(folder / "figures"),
-        **preset_parameters(preset),
-    }
+    values = {"out_dir": str(folder / "runs"), "figures_dir": str(folder / "figures"), **preset_parameters(preset)}
     values.update(parameters or {})
     known = {name for source in sources for name in declared_parameters(source)}
     if unknown := sorted(set(parameters or {}) - known):

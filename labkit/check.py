@@ -104,21 +104,13 @@ def _counts(rows: _Rows) -> _Broken:
     if "num_verify_steps" in rows.names:
         passes = steps + rows.numbers("num_truncated_steps")
         chain = np.isnan(rows.numbers("num_draft_nodes"))
-        yield (
-            "num_drafted_tokens",
-            chain & (drafted > most * passes),
-            "is above num_speculative_tokens x steps",
-        )
+        yield ("num_drafted_tokens", chain & (drafted > most * passes), "is above num_speculative_tokens x steps")
     elif "arm" in rows.names:
         batch = rows.numbers("batch_size")
         yield "num_drafted_tokens", drafted > most * batch, "is above num_speculative_tokens x batch_size"
     low, high = rows.numbers("context_len_low"), rows.numbers("context_len_high")
     yield "context_len_high", high <= low, "is not above context_len_low"
-    yield (
-        "context_len_max",
-        rows.numbers("context_len_max") < rows.numbers("context_len"),
-        "is below the mean",
-    )
+    yield ("context_len_max", rows.numbers("context_len_max") < rows.numbers("context_len"), "is below the mean")
 
 
 def _histogram_problem(counts: list[list[int | None]], k: float, steps: float) -> str:
@@ -220,11 +212,7 @@ def _against_sidecar(path: Path, table: pa.Table, sidecar: dict[str, object]) ->
     if file_digest(path) != sidecar["sha256"]:
         yield None, "sha256", "the file is not the one the sidecar was written for"
     if sidecar.get("num_rows") != table.num_rows:
-        yield (
-            None,
-            "num_rows",
-            f"the file has {table.num_rows} rows, the sidecar says {sidecar.get('num_rows')}",
-        )
+        yield (None, "num_rows", f"the file has {table.num_rows} rows, the sidecar says {sidecar.get('num_rows')}")
     if sidecar["run_id"] != path.stem:
         yield None, "run_id", f"the sidecar says {sidecar['run_id']}, the file name {path.stem}"
     for name in ("run_id", "experiment", "gpu"):

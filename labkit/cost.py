@@ -72,12 +72,7 @@ def forward_bytes(
     Not counted: activations between operations (they stay in cache), logits, the single embedding rows looked up.
     """
     shape = attention_shape(
-        model,
-        batch_size=batch_size,
-        q_len=q_len,
-        context_len=context_len,
-        weight_dtype=weight_dtype,
-        kv_dtype=kv_dtype,
+        model, batch_size=batch_size, q_len=q_len, context_len=context_len, weight_dtype=weight_dtype, kv_dtype=kv_dtype
     )
     return model.weight_bytes_read(weight_dtype) + model.num_layers * attention_bytes(shape)
 

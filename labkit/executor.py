@@ -123,11 +123,7 @@ class WorkerProcess:
         line = self._read_line(process, deadline)
         if line is None:
             self.close()
-            return {
-                "status": "timeout",
-                "reason": f"no result within {timeout_s:g} s",
-                "detail": self._printed(),
-            }
+            return {"status": "timeout", "reason": f"no result within {timeout_s:g} s", "detail": self._printed()}
         return json.loads(line) if line else self._died(process)
 
     def _read_line(self, process: subprocess.Popen[bytes], deadline: float) -> bytes | None:

@@ -159,12 +159,7 @@ def _judge(error: Exception, executed: Path) -> dict[str, Any]:
 
     if isinstance(error, PapermillExecutionError):
         name, value, cell = error.ename, error.evalue, error.exec_count
-        return {
-            "status": "cell-error",
-            "error_name": name,
-            "error_value": value[-_TAIL_CHARACTERS:],
-            "cell": cell,
-        }
+        return {"status": "cell-error", "error_name": name, "error_value": value[-_TAIL_CHARACTERS:], "cell": cell}
     if isinstance(error, CellTimeoutError):
         status = "timeout"
     elif isinstance(error, RuntimeError):  # DeadKernelError, or a kernel that never answered
@@ -172,12 +167,7 @@ def _judge(error: Exception, executed: Path) -> dict[str, Any]:
     else:
         raise error
     value = str(error).strip().splitlines()[0] if str(error).strip() else ""
-    return {
-        "status": status,
-        "error_name": type(error).__name__,
-        "error_value": value,
-        "cell": _stopped_in(executed),
-    }
+    return {"status": status, "error_name": type(error).__name__, "error_value": value, "cell": _stopped_in(executed)}
 
 
 def _code_cells(executed: Path) -> list[Any]:
@@ -202,12 +192,7 @@ def _quiet_exit(executed: Path) -> dict[str, Any]:
     """``ok``, or ``cell-error`` after ``sys.exit(0)``, which papermill lets pass with cells still to run."""
     for number, cell in enumerate(_code_cells(executed), start=1):
         for error in _errors(cell):
-            return {
-                "status": "cell-error",
-                "error_name": error.ename,
-                "error_value": error.evalue,
-                "cell": number,
-            }
+            return {"status": "cell-error", "error_name": error.ename, "error_value": error.evalue, "cell": number}
     return {"status": "ok"}
 
 

@@ -22,13 +22,7 @@ class _PlainLines:
     """One line now and then: bars leave a log full of control characters."""
 
     def __init__(self, label: str, total: int, initial: int, every_s: float):
-        self.label, self.total, self.done, self.initial, self.every_s = (
-            label,
-            total,
-            initial,
-            initial,
-            every_s,
-        )
+        self.label, self.total, self.done, self.initial, self.every_s = (label, total, initial, initial, every_s)
         self.started = self.printed = time.monotonic()
 
     def update(self, n: int = 1) -> None:

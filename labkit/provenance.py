@@ -152,13 +152,7 @@ def _device_facts(device: str) -> dict[str, Any]:
     # Frequency and core count in the marketing name do not belong into a folder name.
     name = re.sub(r"\(R\)|\(TM\)|@.*|\d+-Core.*|\bProcessor\b|\bCPU\b", " ", _cpu_name())
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {
-        "kind": "cpu",
-        "slug": f"cpu-{slug(name)}",
-        "name": _cpu_name(),
-        "driver": None,
-        "num_cores": num_cores,
-    }
+    return {"kind": "cpu", "slug": f"cpu-{slug(name)}", "name": _cpu_name(), "driver": None, "num_cores": num_cores}
 
 
 def _versions() -> dict[str, str | None]:
@@ -175,10 +169,7 @@ def _commit() -> dict[str, Any]:
     """Commit of the code and whether `labkit/` differs from it; null outside a git checkout."""
     head = _output_of("git", "-C", str(ROOT), "rev-parse", "HEAD")
     changed = _output_of("git", "-C", str(ROOT), "status", "--porcelain", "--", "labkit") if head else None
-    return {
-        "commit": head.strip() if head else None,
-        "dirty": None if changed is None else bool(changed.strip()),
-    }
+    return {"commit": head.strip() if head else None, "dirty": None if changed is None else bool(changed.strip())}
 
 
 def command_line() -> str:

@@ -58,12 +58,7 @@ def _array(column: Column, values: list[Any]) -> pa.Array:
         array = pa.array(values)
         kind = array.type
         number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
-        fits = {
-            TEXT: pa.types.is_string(kind),
-            COUNT: number,
-            REAL: number,
-            HISTOGRAM: pa.types.is_list(kind),
-        }
+        fits = {TEXT: pa.types.is_string(kind), COUNT: number, REAL: number, HISTOGRAM: pa.types.is_list(kind)}
         if not (fits[column.type] or pa.types.is_null(kind)):
             raise InputError(f"{column.name}: wanted {column.type}, got {kind}")
         return array.cast(column.type)

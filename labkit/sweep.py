@@ -236,12 +236,7 @@ def _measure_all(
 
 
 def _header(
-    keyed: dict[str, Point],
-    experiment: str,
-    measure: str,
-    provenance: dict[str, Any],
-    code_digest: str,
-    seed: int,
+    keyed: dict[str, Point], experiment: str, measure: str, provenance: dict[str, Any], code_digest: str, seed: int
 ) -> dict[str, Any]:
     return {
         "run_id": new_run_id(),

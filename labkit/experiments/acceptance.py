@@ -92,11 +92,7 @@ def _arms(cell: dict[str, Any], grid: common.Axes) -> list[dict[str, Any]]:
 
 
 def run(
-    preset: str = "cpu",
-    *,
-    out_dir: Path | None = None,
-    options: dict[str, Any] | None = None,
-    **axes: Sequence[Any],
+    preset: str = "cpu", *, out_dir: Path | None = None, options: dict[str, Any] | None = None, **axes: Sequence[Any]
 ) -> RunResult:
     """Measure a preset with some axes replaced. ``options`` go to `labkit.sweep.run_sweep` (resume, budget, ...).
 

@@ -105,11 +105,7 @@ def _places(grid: common.Axes) -> Iterator[dict[str, Any]]:
 
 
 def run(
-    preset: str = "cpu",
-    *,
-    out_dir: Path | None = None,
-    options: dict[str, Any] | None = None,
-    **axes: Sequence[Any],
+    preset: str = "cpu", *, out_dir: Path | None = None, options: dict[str, Any] | None = None, **axes: Sequence[Any]
 ) -> RunResult:
     """Measure a preset with some axes replaced. ``options`` go to `labkit.sweep.run_sweep` (resume, budget, ...)."""
     return common.sweep("loop", points(preset, **axes), out_dir=out_dir, **(options or {}))
@@ -189,12 +185,7 @@ def _runs(index: int, point: dict[str, Any]) -> list[_Arm]:
         return [_Arm(index, point, make_drafter(point["drafter"]), None)]
     reject_all = fixed_acceptance(0)
     return [
-        _Arm(
-            index,
-            point,
-            ForcedDrafter(make_drafter(point["drafter"]), accepted=reject_all, length=length),
-            length,
-        )
+        _Arm(index, point, ForcedDrafter(make_drafter(point["drafter"]), accepted=reject_all, length=length), length)
         for length in range(point["num_speculative_tokens"] + 1)
     ]
 
