@@ -35,19 +35,14 @@ def _ratio(part: float, whole: float) -> float:
 class AcceptanceCounts:
     """Verify steps of one or many requests, by draft length and accepted drafts.
 
-    Parameters
-    ----------
-    accepted_by_draft_length
-        Counts [k+1][k+1]: row = drafts proposed in the step (0..k), column = drafts kept before the first rejection.
-        The bonus token is not counted. Its sum is `num_verify_steps`, steps without a draft included.
-    num_truncated_steps
-        Last steps cut by a stop token or the length limit. They are not in the histogram and enter no ratio.
+    accepted_by_draft_length : counts [k+1][k+1]: row = drafts proposed in the step (0..k), column = drafts kept before
+        the first rejection. The bonus token is not counted. Its sum is `num_verify_steps`, steps without a draft
+        included.
+    num_truncated_steps : last steps cut by a stop token or the length limit. They are not in the histogram and enter no
+        ratio.
 
-    Raises
-    ------
-    ValueError
-        Not square, k below 1, a negative or fractional count, or a step that keeps more than it drafted; the message
-        names the cell.
+    Raises ValueError: not square, k below 1, a negative or fractional count, or a step that keeps more than it drafted;
+    the message names the cell.
     """
 
     accepted_by_draft_length: tuple[tuple[int, ...], ...]
@@ -77,10 +72,8 @@ class AcceptanceCounts:
     ) -> "AcceptanceCounts":
         """Count (drafted, accepted) pairs of complete steps.
 
-        Raises
-        ------
-        ValueError
-            A pair outside ``0 <= accepted <= drafted <= num_speculative_tokens``; the message names the step.
+        Raises ValueError: a pair outside ``0 <= accepted <= drafted <= num_speculative_tokens``; the message names the
+        step.
         """
         size = num_speculative_tokens + 1
         histogram = np.zeros((size, size), dtype=np.int64)
@@ -244,10 +237,7 @@ def _all_counts(df: pd.DataFrame) -> list[AcceptanceCounts]:
 def counts_from_frame(df: pd.DataFrame) -> AcceptanceCounts:
     """Pool all acceptance rows of `df`.
 
-    Raises
-    ------
-    InputError
-        No rows, a bad histogram (its prompt is named), or rows of different num_speculative_tokens.
+    Raises InputError: no rows, a bad histogram (its prompt is named), or rows of different num_speculative_tokens.
     """
     found = _all_counts(df)
     return sum(found[1:], start=found[0])
@@ -274,22 +264,13 @@ def acceptance_table(
     Counts are pooled, and the prompts resampled as whole clusters (a ratio estimator). The mean of per-prompt lengths,
     which some tools report, is a different number and stands beside it.
 
-    Parameters
-    ----------
-    by
-        Grouping columns; default: those of ``DEFAULT_BY`` that `df` has.
+    by : grouping columns; default: those of ``DEFAULT_BY`` that `df` has.
 
-    Returns
-    -------
-    DataFrame
-        `by`, num_prompts, num_verify_steps, num_drafted_tokens, num_accepted_tokens, mean_acceptance_length and
-        draft_acceptance_rate with ``_low`` and ``_high``, mean_acceptance_length_of_prompts, acceptance_rate_per_pos,
-        conditional_acceptance_rate_per_pos, share_by_draft_length. Bounds are NaN for fewer than two prompts.
+    Returns `by`, num_prompts, num_verify_steps, num_drafted_tokens, num_accepted_tokens, mean_acceptance_length and
+    draft_acceptance_rate with ``_low`` and ``_high``, mean_acceptance_length_of_prompts, acceptance_rate_per_pos,
+    conditional_acceptance_rate_per_pos, share_by_draft_length. Bounds are NaN for fewer than two prompts.
 
-    Raises
-    ------
-    InputError
-        No rows with status ok, an unknown column, or measured and other origins in one group.
+    Raises InputError: no rows with status ok, an unknown column, or measured and other origins in one group.
     """
     names = [name for name in DEFAULT_BY if name in df] if by is None else list(by)
     rows = ok_rows(df, "acceptance", [*names, "prompt_id", "accepted_by_draft_length"])

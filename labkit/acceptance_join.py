@@ -53,10 +53,7 @@ class _Mismatch:
 def imposed_source(acceptance: float | Sequence[float]) -> Source:
     """An imposed acceptance length, alone or with the bounds of its interval.
 
-    Raises
-    ------
-    InputError
-        Not a number or three of them, or not ``1 <= low <= length <= high``.
+    Raises InputError: not a number or three of them, or not ``1 <= low <= length <= high``.
     """
     values: list[Any] = list(acceptance) if isinstance(acceptance, Sequence) else [acceptance]
     if len(values) not in (1, 3) or any(isinstance(v, bool) or not isinstance(v, Real) for v in values):
@@ -75,11 +72,8 @@ def join(
     `acceptance_from` borrows the acceptance of another target: origin "transferred". The drafter must then agree only
     if that target was measured with several.
 
-    Raises
-    ------
-    InputError
-        Nothing joins at all (the field and both sides' values are named), all acceptance is forced, two bands of one
-        workload hold the same context, or rows of one group mix origins or top_p.
+    Raises InputError: nothing joins at all (the field and both sides' values are named), all acceptance is forced, two
+    bands of one workload hold the same context, or rows of one group mix origins or top_p.
     """
     groups = _groups(acceptance)
     if acceptance_from is not None and all(key[0] != acceptance_from for key, _ in groups):

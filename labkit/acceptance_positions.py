@@ -24,18 +24,11 @@ def position_table(
 ) -> pd.DataFrame:
     """One row per group and draft position: ``by``, position (1..k), rate, rate_low, rate_high, num_prompts.
 
-    Parameters
-    ----------
-    df
-        Acceptance rows, one per prompt, k and context band.
-    definition
-        "unconditional": share of all verify steps that kept the draft at this position. "conditional": share of the
-        steps that kept the position before and proposed this one. See `labkit.acceptance.AcceptanceCounts`.
+    df : acceptance rows, one per prompt, k and context band.
+    definition : "unconditional": share of all verify steps that kept the draft at this position. "conditional": share
+        of the steps that kept the position before and proposed this one. See `labkit.acceptance.AcceptanceCounts`.
 
-    Raises
-    ------
-    InputError
-        Unknown definition, no ok rows, or rows of several k in one group.
+    Raises InputError: unknown definition, no ok rows, or rows of several k in one group.
     """
     if definition not in DEFINITIONS:
         raise InputError(f"definition: want one of {', '.join(DEFINITIONS)}; got {definition!r}")

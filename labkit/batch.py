@@ -24,10 +24,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 def preset_parameters(preset: str) -> dict[str, Any]:
     """Notebook parameters of a preset.
 
-    Raises
-    ------
-    InputError
-        If there is no such preset; the message lists the known ones.
+    Raises InputError: there is no such preset; the message lists the known ones.
     """
     if preset not in PRESETS:
         raise InputError(f"preset: want one of {', '.join(PRESETS)}; got {preset!r}")
@@ -46,34 +43,20 @@ def run_batch(
 ) -> list[Verdict]:
     """Execute notebooks and judge each one.
 
-    Parameters
-    ----------
-    notebooks
-        Files to run, in this order; all of ``notebooks/`` when None.
-    preset, parameters
-        Parameters of the preset, overridden by ``parameters`` (typed values, as papermill's Python API takes them).
-        ``out_dir`` and ``figures_dir`` default to folders inside the batch folder.
-    out_dir
-        Batch folder, ``build/batch`` when None. Each notebook gets ``<stem>/<stem>.ipynb``, ``.html`` and
+    notebooks : files to run, in this order; all of ``notebooks/`` when None.
+    preset, parameters : parameters of the preset, overridden by ``parameters`` (typed values, as papermill's Python API
+        takes them). ``out_dir`` and ``figures_dir`` default to folders inside the batch folder.
+    out_dir : batch folder, ``build/batch`` when None. Each notebook gets ``<stem>/<stem>.ipynb``, ``.html`` and
         ``run.json``.
-    parallel
-        Notebooks at a time. Notebooks that measure (``source="run"``) run one at a time whatever is asked: timings
-        would disturb one another.
-    timeout_s
-        Limit for one cell in seconds; None is no limit.
-    progress
-        Takes one line per event; None is silent.
+    parallel : notebooks at a time. Notebooks that measure (``source="run"``) run one at a time whatever is asked:
+        timings would disturb one another.
+    timeout_s : limit for one cell in seconds; None is no limit.
+    progress : takes one line per event; None is silent.
 
-    Returns
-    -------
-    list of Verdict
-        One per notebook, in order. Nothing is raised for a failing notebook: see `failed`.
+    Returns a list of Verdict: one per notebook, in order. Nothing is raised for a failing notebook: see `failed`.
 
-    Raises
-    ------
-    InputError
-        For an unknown preset, a parameter that no notebook declares, a missing or broken notebook, two notebooks of
-        one name, or ``parallel < 1``.
+    Raises InputError: an unknown preset, a parameter that no notebook declares, a missing or broken notebook, two
+    notebooks of one name, or ``parallel < 1``.
     """
     sources = _notebook_files(notebooks)
     if parallel < 1:

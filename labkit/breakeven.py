@@ -65,16 +65,12 @@ CURVE_COLUMNS = tuple(name for name in (*CELL_COLUMNS[:13], "origin") if name no
 class Breakeven:
     """Verdicts per cell and crossings per curve.
 
-    Attributes
-    ----------
-    cells
-        One row per cost cell and workload, columns ``CELL_COLUMNS``. Unknown numbers are NaN, unknown texts None.
+    cells : one row per cost cell and workload, columns ``CELL_COLUMNS``. Unknown numbers are NaN, unknown texts None.
         `breakeven_ceiling` is k+1, the longest acceptance length there can be; `reason` says why a cell is undecided
         and what else to know about it.
-    crossovers
-        One dict per curve: ``CURVE_COLUMNS`` and ``crossovers``, a list of {context_len, low, high, direction}.
-    baseline, confidence, resamples, seed
-        What was asked for.
+    crossovers : one dict per curve: ``CURVE_COLUMNS`` and ``crossovers``, a list of {context_len, low, high,
+        direction}.
+    baseline, confidence, resamples, seed : what was asked for.
     """
 
     cells: pd.DataFrame
@@ -128,24 +124,15 @@ def breakeven(
     ``loses`` if speedup_high < 1, else ``undecided``. With borrowed acceptance a cell that would pay or lose is
     ``undecided`` and the reason tells which; ``cannot_pay`` stands, as it rests on cost alone.
 
-    Parameters
-    ----------
-    cost_rows
-        Loop rows: plain and speculative arms interleaved, step_ms in ms.
-    acceptance
-        Acceptance rows; or an imposed length X, or (X, low, high), in tokens per step, bonus counted.
-    acceptance_from
-        Borrow the acceptance of this target (origin "transferred").
-    baseline
-        "fastest", "same" or a plain-decode backend; speedup_same_backend is given beside it.
-    confidence, resamples, seed
-        Of the intervals. Rounds are resampled for cost and prompts for acceptance; see `labkit.intervals`.
+    cost_rows : loop rows: plain and speculative arms interleaved, step_ms in ms.
+    acceptance : acceptance rows; or an imposed length X, or (X, low, high), in tokens per step, bonus counted.
+    acceptance_from : borrow the acceptance of this target (origin "transferred").
+    baseline : "fastest", "same" or a plain-decode backend; speedup_same_backend is given beside it.
+    confidence, resamples, seed : of the intervals. Rounds are resampled for cost and prompts for acceptance; see
+        `labkit.intervals`.
 
-    Raises
-    ------
-    InputError
-        Bad rows or options, or cost and acceptance that disagree in target, drafter, k or context band everywhere.
-        Where only some cells find acceptance, the others keep their cost and a reason.
+    Raises InputError: bad rows or options, or cost and acceptance that disagree in target, drafter, k or context band
+    everywhere. Where only some cells find acceptance, the others keep their cost and a reason.
     """
     if not 0 < confidence < 1:
         raise InputError(f"confidence must lie between 0 and 1, got {confidence}")

@@ -187,10 +187,7 @@ def _duplicates(rows: _Rows, experiment: str) -> _Broken:
 def check_table(table: pa.Table, experiment: str) -> list[Finding]:
     """Problems of rows in memory (``file`` is empty).
 
-    Parameters
-    ----------
-    table : pa.Table
-        Rows in the experiment's schema, or what claims to be.
+    table : rows in the experiment's schema, or what claims to be.
     """
     findings = list(_types(table, experiment))
     typed = {f.name for f in arrow_schema(experiment)} - {finding.field for finding in findings}
@@ -244,10 +241,7 @@ def _check_file(path: Path) -> Iterator[Finding]:
 def check_run(path: str | Path) -> list[Finding]:
     """Everything wrong with a stored run, or with all runs below a folder; empty when all is well.
 
-    Raises
-    ------
-    InputError
-        No such path, or nothing to check there. Broken runs do not raise, they are found.
+    Raises InputError: no such path, or nothing to check there. Broken runs do not raise, they are found.
     """
     files = run_files(Path(path))
     if not files:

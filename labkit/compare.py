@@ -163,23 +163,15 @@ def compare_runs(
 ) -> Comparison:
     """List and sort every difference between two runs; give the ratio B over A when none is unexplained.
 
-    Parameters
-    ----------
-    a, b
-        Sidecars as dicts.
-    rows_a, rows_b
-        Rows of the runs, or two selections of one run (then the ratio is paired). Optional: without them only the
-        sidecars are compared.
-    varying
-        The one field that is meant to differ: a sidecar path such as ``grid.verify_backend``, any part of one
+    a, b : sidecars as dicts.
+    rows_a, rows_b : rows of the runs, or two selections of one run (then the ratio is paired). Optional: without them
+        only the sidecars are compared.
+    varying : the one field that is meant to differ: a sidecar path such as ``grid.verify_backend``, any part of one
         (``verify_backend``, ``versions.torch``), or a column of the rows.
-    allow
-        Further fields that may differ, named in the same way.
+    allow : further fields that may differ, named in the same way.
 
-    Raises
-    ------
-    InputError
-        `varying` or `allow` names no field, only one of `rows_a` and `rows_b` is given, or the rows share no cell.
+    Raises InputError: `varying` or `allow` names no field, only one of `rows_a` and `rows_b` is given, or the rows
+    share no cell.
     """
     if (rows_a is None) != (rows_b is None):
         raise InputError("rows_a and rows_b must be given together")
@@ -210,10 +202,7 @@ def compare_runs(
 def compare_files(path_a: Path, path_b: Path, **options: Any) -> Comparison:
     """`compare_runs` of two stored runs, each a run's file or a folder that holds one; options are passed on.
 
-    Raises
-    ------
-    InputError
-        As `compare_runs`; or a path holds no run, several, or a broken one.
+    Raises InputError: as `compare_runs`; or a path holds no run, several, or a broken one.
     """
     from labkit.results import load_runs, read_sidecar, run_files
 

@@ -80,10 +80,7 @@ def forward_bytes(
 def floor_ms(num_bytes: float, read_gb_per_s: float, *, flops: float = 0.0, tflops_per_s: float | None = None) -> float:
     """Least time in ms: bytes over bandwidth (1e9 bytes per second), or FLOPs over the matrix rate if that is longer.
 
-    Raises
-    ------
-    InputError
-        A rate that is not above 0.
+    Raises InputError: a rate that is not above 0.
     """
     for name, rate in (("read_gb_per_s", read_gb_per_s), ("tflops_per_s", tflops_per_s)):
         if rate is not None and not rate > 0:
@@ -111,10 +108,7 @@ def floor_relative_cost(
     dtypes; without it drafting is free, as for an n-gram lookup. Not counted: launches, host time, accepting, and the
     drafter's pass over tokens it did not draft itself.
 
-    Raises
-    ------
-    InputError
-        num_speculative_tokens below 1, or a rate that is not above 0.
+    Raises InputError: num_speculative_tokens below 1, or a rate that is not above 0.
     """
     if num_speculative_tokens < 1:
         raise InputError(f"num_speculative_tokens must be at least 1, got {num_speculative_tokens}")

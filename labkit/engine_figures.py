@@ -130,10 +130,7 @@ ENGINE_FIGURES = (
 def engine_figures(requests: Requests) -> pd.DataFrame:
     """Every figure for the same requests: columns engine, figure, value, counts (what it counts).
 
-    Raises
-    ------
-    ValueError
-        No requests, or requests of different num_speculative_tokens.
+    Raises ValueError: no requests, or requests of different num_speculative_tokens.
     """
     pooled(requests)
     return pd.DataFrame(

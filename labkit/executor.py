@@ -34,10 +34,7 @@ def _timed(batch: Batch, found: list[Outcome], started: str, begin: float) -> It
 def function_name(measure: str | Callable[..., Any]) -> str:
     """``package.module:function`` of a module-level function, as a worker process can import it.
 
-    Raises
-    ------
-    InputError
-        A function another process cannot find: nested, a lambda, or defined in a notebook or script.
+    Raises InputError: a function another process cannot find: nested, a lambda, or defined in a notebook or script.
     """
     if isinstance(measure, str):
         if measure.count(":") != 1:

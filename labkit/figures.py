@@ -69,17 +69,10 @@ def save_figure(
 ) -> SavedFigure:
     """Write ``fig`` as ``<out_dir>/<name>.<format>`` and ``<name>.json``.
 
-    Parameters
-    ----------
-    sources
-        Run files (or folders of runs) that the figure was drawn from.
-    formats
-        Of svg, pdf, png.
+    sources : run files (or folders of runs) that the figure was drawn from.
+    formats : of svg, pdf, png.
 
-    Raises
-    ------
-    InputError
-        No sources, a missing run or sidecar, an unknown format, or a name that is not a plain file name.
+    Raises InputError: no sources, a missing run or sidecar, an unknown format, or a name that is not a plain file name.
     """
     if unknown := [entry for entry in formats if entry not in FORMATS]:
         raise InputError(f"formats: want some of {', '.join(FORMATS)}; got {unknown[0]!r}")
@@ -102,10 +95,7 @@ def save_figure(
 def provenance(name: str, sources: Sequence[Path | str]) -> dict[str, Any]:
     """What a figure was made from: name, versions that draw, digest of the drawing code, one record per data run.
 
-    Raises
-    ------
-    InputError
-        No sources, or a missing run or sidecar.
+    Raises InputError: no sources, or a missing run or sidecar.
     """
     files = sorted({file for source in sources for file in run_files(Path(source))}, key=lambda file: file.name)
     if not files:

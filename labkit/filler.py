@@ -42,10 +42,7 @@ def filler_text(kind: FillerKind, *, order: str) -> str:
 
     Text is the language reference behind ``help()``, about 110,000 tokens; code is the standard library, about 350,000.
 
-    Raises
-    ------
-    InputError
-        `kind` is unknown, or this installation lacks the sources.
+    Raises InputError: `kind` is unknown, or this installation lacks the sources.
     """
     passages = list(_passages(kind))
     random.Random(f"{kind}:{order}").shuffle(passages)

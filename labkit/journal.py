@@ -104,14 +104,8 @@ class Journal:
     def append(self, record: dict[str, Any]) -> None:
         """Write one line; on return it survives a crash of the process and of the machine.
 
-        Raises
-        ------
-        InputError
-            The disk is full or refuses. The journal holds what it held before.
-        ValueError
-            The record holds NaN or infinity.
-        TypeError
-            The record holds something JSON has no word for.
+        Raises InputError: the disk is full or refuses. The journal holds what it held before; ValueError: the record
+        holds NaN or infinity; TypeError: the record holds something JSON has no word for.
         """
         line = _line(record)
         try:
@@ -163,13 +157,7 @@ class Journal:
 
 
 def create_journal(folder: Path, header: dict[str, Any]) -> Journal:
-    """A new journal ``<folder>/<run_id>.jsonl``.
-
-    Raises
-    ------
-    InputError
-        The folder cannot be written.
-    """
+    """A new journal ``<folder>/<run_id>.jsonl``. Raises InputError: the folder cannot be written."""
     path = folder / f"{header['run_id']}.jsonl"
     try:
         handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
@@ -184,10 +172,7 @@ def create_journal(folder: Path, header: dict[str, Any]) -> Journal:
 def open_journal(path: Path) -> Journal:
     """An existing journal, to go on with.
 
-    Raises
-    ------
-    InputError
-        Another process writes it, it is corrupt, or of another schema version.
+    Raises InputError: another process writes it, it is corrupt, or of another schema version.
     """
     try:
         handle = os.open(path, os.O_RDWR | os.O_APPEND)
@@ -211,11 +196,8 @@ def rows_table(header: dict[str, Any], records: Iterable[dict[str, Any]]) -> pa.
     A value of a sample wins over one of the whole measurement, that over the point's. Parameters of a point
     that are no column stay in the point key.
 
-    Raises
-    ------
-    InputError
-        A measured column that the experiment does not have or that a sweep fills in, or a value of the wrong
-        type.
+    Raises InputError: a measured column that the experiment does not have or that a sweep fills in, or a value of the
+    wrong type.
     """
     names = {column.name for column in columns(header["experiment"])}
     values: dict[str, list[Any]] = {name: [] for name in names}
@@ -273,10 +255,7 @@ def is_compacted(journal: Journal) -> bool:
 def compact(journal: Journal) -> Path:
     """Write ``<run_id>.parquet`` and ``.json`` beside the journal, which stays.
 
-    Raises
-    ------
-    InputError
-        The files cannot be written.
+    Raises InputError: the files cannot be written.
     """
     journal.catch_up()
     calibrations = [s["calibration"] for s in journal.sessions if s.get("calibration")]

@@ -27,10 +27,7 @@ def spread(
     Pool-adjacent-violators on the targets shifted by the room that the intervals before them need; the result is
     clipped to ``[low, high]`` where it fits. Any unit; float64 ``[num_labels]`` in the order given.
 
-    Raises
-    ------
-    ValueError
-        If ``targets`` and ``sizes`` differ in length.
+    Raises ValueError: ``targets`` and ``sizes`` differ in length.
     """
     if len(targets) != len(sizes):
         raise ValueError(f"sizes: want one per target ({len(targets)}); got {len(sizes)}")

@@ -38,22 +38,14 @@ def figure_breakeven(
 ) -> Figure:
     """Break-even against context: one panel per k, batch size and, where the cost follows the text, workload.
 
-    Parameters
-    ----------
-    panels
-        Columns to split by, at most two; by default those of ``FACETS`` that vary (workload only where the cost
+    panels : columns to split by, at most two; by default those of ``FACETS`` that vary (workload only where the cost
         depends on it).
-    floor
-        As in `plot_breakeven`, with the panel columns; by default `breakeven_floor`. An empty frame draws none.
-    labels
-        Display names for backends, workloads, models and devices.
-    width_in
-        `TEXT_WIDTH_IN` or `COLUMN_WIDTH_IN`.
+    floor : as in `plot_breakeven`, with the panel columns; by default `breakeven_floor`. An empty frame draws none.
+    labels : display names for backends, workloads, models and devices.
+    width_in : `TEXT_WIDTH_IN` or `COLUMN_WIDTH_IN`.
 
-    Raises
-    ------
-    InputError
-        No cells, more than one GPU, model, drafter, temperature or dtype, or more than two columns to split by.
+    Raises InputError: no cells, more than one GPU, model, drafter, temperature or dtype, or more than two columns to
+    split by.
     """
     cells = result.cells
     floor = breakeven_floor(cells) if floor is None else floor

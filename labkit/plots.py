@@ -48,27 +48,16 @@ def plot_breakeven(
     lines carry the crossings, the zone that the measurement leaves undecided is shaded, and a curve above k+1 gets an
     arrow: no acceptance could pay for it.
 
-    Parameters
-    ----------
-    cells
-        Rows of one k; context_len in tokens, lengths in tokens per verify step.
-    crossovers
-        `Breakeven.crossovers`; curves that are not in ``cells`` are left out.
-    floor
-        context_len, relative_step_cost of a step that reads the weights and the KV cache once (modelled), see
+    cells : rows of one k; context_len in tokens, lengths in tokens per verify step.
+    crossovers : `Breakeven.crossovers`; curves that are not in ``cells`` are left out.
+    floor : context_len, relative_step_cost of a step that reads the weights and the KV cache once (modelled), see
         `breakeven_floor`.
-    hue, acceptance
-        Columns that tell curves and markers apart.
-    labels
-        Display names for values of these columns.
-    styles
-        Style per value of ``hue`` (`series_styles`), to keep several axes alike.
+    hue, acceptance : columns that tell curves and markers apart.
+    labels : display names for values of these columns.
+    styles : style per value of ``hue`` (`series_styles`), to keep several axes alike.
 
-    Raises
-    ------
-    InputError
-        No cells, more than one k, or a relative step cost that differs by ``acceptance`` at one context (draft
-        lengths follow the text then, so each workload needs axes of its own).
+    Raises InputError: no cells, more than one k, or a relative step cost that differs by ``acceptance`` at one context
+    (draft lengths follow the text then, so each workload needs axes of its own).
     """
     ax = axes_or_new(ax)
     k = _one_k(cells)
@@ -130,11 +119,8 @@ def plot_speedup(
     Decode only: `speedup` leaves prefill out. The axis is a log2 one, so that twice and half are equally far from 1.
     Hollow markers are borrowed acceptance, dashes a modelled cost.
 
-    Raises
-    ------
-    InputError
-        No cells, more than one k, or two cells of one backend at one context (several workloads or batches on one
-        axes).
+    Raises InputError: no cells, more than one k, or two cells of one backend at one context (several workloads or
+    batches on one axes).
     """
     ax = axes_or_new(ax)
     _one_k(cells)

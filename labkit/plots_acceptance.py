@@ -54,19 +54,12 @@ def plot_acceptance_by_position(
 ) -> Axes:
     """Acceptance rate per draft position, pooled over contexts, with 95 % bands from resampled prompts.
 
-    Parameters
-    ----------
-    df
-        Acceptance rows of one k.
-    hue
-        Column that tells curves apart.
-    definition
-        "unconditional" (the rates add up to the acceptance length minus 1) or "conditional"; see `position_table`.
+    df : acceptance rows of one k.
+    hue : column that tells curves apart.
+    definition : "unconditional" (the rates add up to the acceptance length minus 1) or "conditional"; see
+        `position_table`.
 
-    Raises
-    ------
-    InputError
-        More than one k, an unknown definition, or no ok rows.
+    Raises InputError: more than one k, an unknown definition, or no ok rows.
     """
     ax, k = axes_or_new(ax), _one_k(df)
     table = position_table(df, (hue,), definition=definition)
@@ -104,17 +97,10 @@ def plot_acceptance_by_workload(
     With ``definition="pooled"`` a small hollow mark shows the mean of per-prompt lengths, which some tools print
     instead.
 
-    Parameters
-    ----------
-    df
-        Acceptance rows of one k.
-    definition
-        A key of ``DEFINITIONS``; the axis says which.
+    df : acceptance rows of one k.
+    definition : a key of ``DEFINITIONS``; the axis says which.
 
-    Raises
-    ------
-    InputError
-        More than one k, an unknown definition, or no ok rows.
+    Raises InputError: more than one k, an unknown definition, or no ok rows.
     """
     ax, k, how = axes_or_new(ax), _one_k(df), _definition(definition)
     table = acceptance_table(df, by=[hue, "origin"])
@@ -220,17 +206,11 @@ def figure_acceptance(
 ) -> Figure:
     """Acceptance by position, workload and context side by side (stacked at column width), for one k.
 
-    Parameters
-    ----------
-    num_speculative_tokens
-        k to show; the largest measured when None.
-    definition, per_position
-        Definition of the lengths (a key of ``DEFINITIONS``) and of the rates per position.
+    num_speculative_tokens : k to show; the largest measured when None.
+    definition, per_position : definition of the lengths (a key of ``DEFINITIONS``) and of the rates per position.
 
-    Raises
-    ------
-    InputError
-        That k was not measured, an unknown definition, or rows of several targets, drafters or temperatures.
+    Raises InputError: that k was not measured, an unknown definition, or rows of several targets, drafters or
+    temperatures.
     """
     ks = distinct(df, "num_speculative_tokens")
     if not ks or num_speculative_tokens not in (None, *ks):

@@ -65,10 +65,7 @@ def digest(value: Any, length: int = 12) -> str:
 def plain(value: Any) -> Any:
     """A NumPy or torch scalar or array as a plain Python value (the ``default`` of ``json.dumps``).
 
-    Raises
-    ------
-    TypeError
-        The value is something else, so JSON cannot hold it.
+    Raises TypeError: the value is something else, so JSON cannot hold it.
     """
     if hasattr(value, "tolist"):
         return value.tolist()
@@ -180,19 +177,11 @@ def command_line() -> str:
 def collect(device: str = "cpu", *, num_threads: int | None = None) -> dict[str, Any]:
     """What to store beside numbers measured now, by this process, on ``device``.
 
-    Parameters
-    ----------
-    device : str
-        ``cpu``, ``cuda`` or ``cuda:N``, as torch counts.
-    num_threads : int, optional
-        Threads the measured code uses; by default OMP_NUM_THREADS, else the cores this process may use.
+    device : ``cpu``, ``cuda`` or ``cuda:N``, as torch counts.
+    num_threads : threads the measured code uses; by default OMP_NUM_THREADS, else the cores this process may use.
 
-    Returns
-    -------
-    dict
-        device (kind, slug, name, driver, clocks in MHz, power limit in W), versions, python, platform,
-        commit, dirty, command, num_threads, env. Holds no user name, host name, home folder or GPU serial
-        number.
+    Returns device (kind, slug, name, driver, clocks in MHz, power limit in W), versions, python, platform, commit,
+    dirty, command, num_threads, env. Holds no user name, host name, home folder or GPU serial number.
     """
     facts = _device_facts(device)
     threads = num_threads or int(os.environ.get("OMP_NUM_THREADS") or 0) or facts.get("num_cores") or os.cpu_count()
@@ -223,10 +212,7 @@ def environment_digest(provenance: dict[str, Any], code_digest: str = "") -> str
 def code_digest(names: Iterable[str]) -> str:
     """Digest of source files of this package, given as ``timing.py`` or, for a whole folder, ``attention``.
 
-    Raises
-    ------
-    FileNotFoundError
-        No such file or folder in the package.
+    Raises FileNotFoundError: no such file or folder in the package.
     """
     package = Path(__file__).parent
     sources: dict[str, str] = {}

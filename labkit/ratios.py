@@ -52,21 +52,13 @@ def ratio_table(
     alone. The interval then holds neither what differs between two launches as such nor a clock that drifts during one:
     with 16 rounds and a random walk of 2% per round it covered the truth in 38% of planted cells, not in 95%.
 
-    Parameters
-    ----------
-    ignoring
-        Columns of ``MATCHED`` that are meant to differ and so do not make a cell.
+    ignoring : columns of ``MATCHED`` that are meant to differ and so do not make a cell.
 
-    Returns
-    -------
-    DataFrame
-        The matched columns, `column` (which time), a_ms, b_ms, ratio, ratio_low, ratio_high, paired, num_rounds_a,
-        num_rounds_b. Bounds are NaN for fewer than two units.
+    Returns the matched columns, `column` (which time), a_ms, b_ms, ratio, ratio_low, ratio_high, paired, num_rounds_a,
+    num_rounds_b. Bounds are NaN for fewer than two units.
 
-    Raises
-    ------
-    InputError
-        No time column in common, no common cell, or an ignored column with several values inside one cell.
+    Raises InputError: no time column in common, no common cell, or an ignored column with several values inside one
+    cell.
     """
     column = time_column(rows_a, rows_b)
     if column is None:

@@ -18,10 +18,7 @@ def is_missing(value: Any) -> bool:
 def ok_rows(df: pd.DataFrame, what: str, columns: Iterable[str]) -> pd.DataFrame:
     """The rows with status ok (all rows where there is no such column).
 
-    Raises
-    ------
-    InputError
-        A column is missing, or no row is left; the message counts the statuses that were there.
+    Raises InputError: a column is missing, or no row is left; the message counts the statuses that were there.
     """
     absent = [name for name in columns if name not in df]
     if absent:
@@ -42,10 +39,7 @@ def distinct(df: pd.DataFrame, column: str) -> list[Any]:
 def single_value(df: pd.DataFrame, column: str, where: str) -> Any:
     """The one value of a column, None when it is missing throughout.
 
-    Raises
-    ------
-    InputError
-        More than one value, or a value beside missing ones: rows that must not be mixed silently.
+    Raises InputError: more than one value, or a value beside missing ones: rows that must not be mixed silently.
     """
     if column not in df:
         return None

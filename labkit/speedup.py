@@ -16,18 +16,12 @@ from labkit.intervals import resampled_medians, student_spread
 class Length:
     """Acceptance behind a cell.
 
-    Attributes
-    ----------
-    length
-        Mean acceptance length, tokens per step; NaN where unknown.
-    shares
-        Share of the verify steps with j drafts, float64 [k+1].
-    log_draws, share_draws
-        Resampled log length [resamples] and shares [resamples, k+1], before the spread of small samples.
-    spread
-        Factors [resamples] for the deviations of both, NaN for a single prompt.
-    num_prompts
-        None where no prompts stand behind it (imposed, unknown).
+    length : mean acceptance length, tokens per step; NaN where unknown.
+    shares : share of the verify steps with j drafts, float64 [k+1].
+    log_draws, share_draws : resampled log length [resamples] and shares [resamples, k+1], before the spread of small
+        samples.
+    spread : factors [resamples] for the deviations of both, NaN for a single prompt.
+    num_prompts : None where no prompts stand behind it (imposed, unknown).
     """
 
     length: float

@@ -70,11 +70,8 @@ def step_costs(cost_rows: pd.DataFrame) -> list[StepCosts]:
     Costs come from runs at a fixed context. Rows of origin forced are welcome: only their acceptance is imposed, their
     times are real, so the cell counts as measured. Rounds of several runs of one cell are pooled after pairing.
 
-    Raises
-    ------
-    InputError
-        Columns are missing, an arm is missing or unknown, a time is not above 0, or a group or a cell mixes contexts,
-        dtypes, linear backends, launch modes or origins.
+    Raises InputError: columns are missing, an arm is missing or unknown, a time is not above 0, or a group or a cell
+    mixes contexts, dtypes, linear backends, launch modes or origins.
     """
     rows = ok_rows(cost_rows, "cost", NEEDED)
     rows = rows.assign(**{name: None for name in CELL_KEY if name not in rows})
@@ -162,13 +159,8 @@ def _name(key: dict[str, Any]) -> str:
 def baseline_ms(costs: StepCosts, baseline: str) -> tuple[str | None, np.ndarray]:
     """The plain decode that the cell is compared with: its backend, and its time per round [num_rounds].
 
-    Parameters
-    ----------
-    baseline
-        ``"fastest"``, ``"same"`` (the backend that verifies) or the name of a plain-decode backend.
+    baseline : ``"fastest"``, ``"same"`` (the backend that verifies) or the name of a plain-decode backend.
 
-    Notes
-    -----
     The fastest of several noisy candidates looks faster than it is where it was chosen. So rounds are halved by turns,
     the backend is chosen by its median on one half and measured on the other, in both directions; each round is used
     once. Where the halves choose differently (a tie within noise), both names are given, joined by ``|``.

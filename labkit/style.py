@@ -133,13 +133,7 @@ def styled(func: Callable[P, R]) -> Callable[P, R]:
 
 
 def origin_style(origin: str) -> OriginStyle:
-    """Style of one origin.
-
-    Raises
-    ------
-    ValueError
-        If ``origin`` is none of the origins this project knows.
-    """
+    """Style of one origin. Raises ValueError: ``origin`` is none of the origins this project knows."""
     if origin not in ORIGINS:
         raise ValueError(f"origin: want one of {', '.join(ORIGINS)}; got {origin!r}")
     return ORIGINS[origin]
@@ -195,10 +189,7 @@ def _two_digits(value: float, size: int) -> str:
 def context_ticks(low: float, high: float, *, max_ticks: int = 6) -> list[int]:
     """Powers of two in ``[low, high]`` tokens, each 2, 4 or 16 times the one before, at most ``max_ticks``, through 1K.
 
-    Raises
-    ------
-    ValueError
-        If the limits are not ``0 < low <= high``.
+    Raises ValueError: the limits are not ``0 < low <= high``.
     """
     if not 0 < low <= high:
         raise ValueError(f"low, high: want 0 < low <= high tokens; got {low}, {high}")

@@ -56,15 +56,9 @@ class RunResult:
 def grid(**axes: Any) -> list[Point]:
     """Every combination of the axes' values, the last axis fastest.
 
-    Parameters
-    ----------
-    **axes
-        A list, tuple or range of values, or one value.
+    **axes : a list, tuple or range of values, or one value.
 
-    Raises
-    ------
-    InputError
-        An axis without values.
+    Raises InputError: an axis without values.
     """
     values = {n: list(v) if isinstance(v, list | tuple | range) else [v] for n, v in axes.items()}
     for name, options in values.items():
@@ -276,62 +270,35 @@ def run_sweep(
 ) -> RunResult:
     """Measure every point, in the order given, and store each as soon as it is done.
 
-    Parameters
-    ----------
-    points : iterable of dict
-        Parameters by name (`grid`), important points first. Those that are columns of the experiment become
+    points : parameters by name (`grid`), important points first. Those that are columns of the experiment become
         columns.
-    measure : str or function
-        ``measure(point)``, as ``package.module:function`` or a module-level function. It gets the point and
-        ``seed`` in it, and returns a list of samples (dicts of columns) or ``{"samples": [...], column:
-        value, ...}`` with values that hold for all of them. It raises Unsupported or BackendUnavailable
-        (status unsupported), MemoryError or torch's out-of-memory error (oom), WrongResult (wrong); anything
-        else is status error. Adjacent points with one ``group`` are interleaved: ``measure`` gets them as a list
-        and returns a list, for each point its samples or the exception that stopped it alone.
-    experiment : str
-        attention, step, acceptance or loop.
-    out_dir : str or Path
-        Root of the stored runs.
-    device : str
-        What is measured: ``cpu``, ``cuda`` or ``cuda:N``. Names the folder, unless ``provenance`` is given.
-    seed : int
-        Put into every point that has none.
-    resume : bool
-        Go on with the latest run of the same points, seed, measuring function and environment. Points that
-        are ok, unsupported, oom or wrong stay; those that timed out, crashed or failed get one more attempt.
-    executor : str
-        ``local``: one worker process on this machine.
-    timeout_s : float
-        Limit of one point, s, loading a model included, starting the worker not. Only with ``worker``.
-    budget_s : float, optional
-        Stop before the first point that is not expected to end within this time, s. The rest can be resumed.
-    budget_is_total : bool
-        Time that earlier sessions of this run spent on its points counts against the budget, so that asking again
-        does not measure more.
-    backend_digest : str or function of a point
-        What identifies the measured code in the key of a point (`labkit.attention.api.backend_digest`).
-    code_digest : str
-        Digest of the other measuring code (`labkit.provenance.code_digest`); part of the environment.
-    provenance : dict, optional
-        Of `labkit.provenance.collect`; by default collected for ``device``.
-    calibrate : bool
-        Run `labkit.calibrate.calibrate` first and store its result in the sidecar.
-    worker : bool
-        False: measure in this process, for tests and debugging.
-    progress : bool
-        Show a bar or lines of progress.
+    measure : ``measure(point)``, as ``package.module:function`` or a module-level function. It gets the point and
+        ``seed`` in it, and returns a list of samples (dicts of columns) or ``{"samples": [...], column: value, ...}``
+        with values that hold for all of them. It raises Unsupported or BackendUnavailable (status unsupported),
+        MemoryError or torch's out-of-memory error (oom), WrongResult (wrong); anything else is status error. Adjacent
+        points with one ``group`` are interleaved: ``measure`` gets them as a list and returns a list, for each point
+        its samples or the exception that stopped it alone.
+    experiment : attention, step, acceptance or loop.
+    out_dir : root of the stored runs.
+    device : what is measured: ``cpu``, ``cuda`` or ``cuda:N``. Names the folder, unless ``provenance`` is given.
+    seed : put into every point that has none.
+    resume : go on with the latest run of the same points, seed, measuring function and environment. Points that are ok,
+        unsupported, oom or wrong stay; those that timed out, crashed or failed get one more attempt.
+    executor : ``local``: one worker process on this machine.
+    timeout_s : limit of one point, s, loading a model included, starting the worker not. Only with ``worker``.
+    budget_s : stop before the first point that is not expected to end within this time, s. The rest can be resumed.
+    budget_is_total : time that earlier sessions of this run spent on its points counts against the budget, so that
+        asking again does not measure more.
+    backend_digest : what identifies the measured code in the key of a point (`labkit.attention.api.backend_digest`).
+    code_digest : digest of the other measuring code (`labkit.provenance.code_digest`); part of the environment.
+    provenance : of `labkit.provenance.collect`; by default collected for ``device``.
+    calibrate : run `labkit.calibrate.calibrate` first and store its result in the sidecar.
+    worker : False: measure in this process, for tests and debugging.
+    progress : show a bar or lines of progress.
 
-    Returns
-    -------
-    RunResult
-
-    Raises
-    ------
-    InputError
-        Bad arguments, a folder that cannot be written or is being written by another sweep, a measuring
-        function that cannot be imported or refuses the very first point.
-    KeyboardInterrupt
-        Passed on after the run has been closed; it can be resumed.
+    Raises InputError: bad arguments, a folder that cannot be written or is being written by another sweep, a measuring
+    function that cannot be imported or refuses the very first point; KeyboardInterrupt: passed on after the run has
+    been closed; it can be resumed.
     """
     columns(experiment)
     if executor != "local":

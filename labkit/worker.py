@@ -63,11 +63,8 @@ def one_line(error: BaseException) -> str:
 def measure_point(measure: Callable[[dict[str, Any]], Any], point: dict[str, Any]) -> dict[str, Any]:
     """Call ``measure(point)`` and describe what came of it.
 
-    Returns
-    -------
-    dict
-        status; samples (list of dicts) and fields (dict) when ok; else reason (one line), detail (traceback)
-        and ``bad_input`` when the user is to blame.
+    Returns status; samples (list of dicts) and fields (dict) when ok; else reason (one line), detail (traceback) and
+    ``bad_input`` when the user is to blame.
     """
     try:
         return _success(measure(point))

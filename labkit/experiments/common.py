@@ -22,10 +22,7 @@ Axes = dict[str, list[Any]]
 def axes_of(presets: Mapping[str, Axes], preset: str, given: Mapping[str, Sequence[Any]]) -> Axes:
     """A preset's axes with the given ones in their place.
 
-    Raises
-    ------
-    InputError
-        Unknown preset or axis, an empty axis, or a number below the axis's smallest meaning.
+    Raises InputError: unknown preset or axis, an empty axis, or a number below the axis's smallest meaning.
     """
     if preset not in presets:
         raise InputError(f"preset {preset!r}: no such preset; the presets are {', '.join(presets)}")

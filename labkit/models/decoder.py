@@ -34,12 +34,8 @@ class Decoder:
 
     Keys are cached with interleaved rotary pairs, so a cache belongs to this class and not to other implementations.
 
-    Attributes
-    ----------
-    name, shape, dtype, device
-        `dtype` is the name of the weights' dtype, which is also that of the caches it makes.
-    linear_backend
-        How the linear layers run: one of `labkit.models.linear.LINEAR_BACKENDS`.
+    name, shape, dtype, device : `dtype` is the name of the weights' dtype, which is also that of the caches it makes.
+    linear_backend : how the linear layers run: one of `labkit.models.linear.LINEAR_BACKENDS`.
     """
 
     def __init__(
@@ -120,10 +116,7 @@ class Decoder:
     ) -> PagedKVCache:
         """An empty cache of this model's shape and dtype on its device.
 
-        Raises
-        ------
-        InputError
-            `max_context_len` is beyond the model's.
+        Raises InputError: `max_context_len` is beyond the model's.
         """
         if max_context_len > self.shape.max_context_len:
             limit = self.shape.max_context_len
@@ -157,27 +150,16 @@ class Decoder:
     ) -> Tensor:
         """Run the tokens behind what the cache holds and advance it by `q_len`.
 
-        Parameters
-        ----------
-        token_ids
-            int64 ``[batch_size, q_len]`` on the model's device; values are not checked. Request r stands at position
-            ``cache.context_lens[r]``; lengths may differ.
-        backend
-            Name of the attention backend.
-        logits
-            ``"all"`` rows or only the ``"last"`` of each request.
-        taps
-            Layers whose output is wanted: their keys are filled with ``[batch_size, q_len, hidden_size]``.
+        token_ids : int64 ``[batch_size, q_len]`` on the model's device; values are not checked. Request r stands at
+            position ``cache.context_lens[r]``; lengths may differ.
+        backend : name of the attention backend.
+        logits : ``"all"`` rows or only the ``"last"`` of each request.
+        taps : layers whose output is wanted: their keys are filled with ``[batch_size, q_len, hidden_size]``.
 
-        Returns
-        -------
-        Tensor
-            float32 ``[batch_size, q_len or 1, vocab_size]``.
+        Returns float32 ``[batch_size, q_len or 1, vocab_size]``.
 
-        Raises
-        ------
-        ValueError
-            `token_ids`, `logits` or `taps` is none of these, or the tokens do not fit the model's or cache's context.
+        Raises ValueError: `token_ids`, `logits` or `taps` is none of these, or the tokens do not fit the model's or
+        cache's context.
         """
         if logits not in ("all", "last"):
             raise ValueError(f"logits must be 'all' or 'last', got {logits!r}")
@@ -196,15 +178,10 @@ class Decoder:
     ) -> Tensor:
         """Run a prompt of one request in chunks behind what its cache row holds.
 
-        Returns
-        -------
-        Tensor
-            float32 ``[vocab_size]``: logits of the last token.
+        Returns float32 ``[vocab_size]``: logits of the last token.
 
-        Raises
-        ------
-        ValueError
-            No tokens, a token outside the vocabulary, `chunk` below 1, or too many tokens (as `forward`).
+        Raises ValueError: no tokens, a token outside the vocabulary, `chunk` below 1, or too many tokens (as
+        `forward`).
         """
         if not token_ids or not 0 <= min(token_ids) <= max(token_ids) < self.shape.vocab_size:
             wanted = f"one or more ids in 0..{self.shape.vocab_size - 1}"

