@@ -4,7 +4,7 @@ Nothing else in the package divides accepted by drafted. What is stored is the j
 accepted tokens; a quantity without a single step behind it is NaN, never 0.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +16,8 @@ from labkit.intervals import generator, percentile_interval, resampled_weights, 
 from labkit.rows import is_missing, ok_rows, single_value
 
 DEFAULT_BY = (
-    "target",
-    "drafter",
-    "num_speculative_tokens",
-    "workload",
-    "temperature",
-    "context_len_low",
-    "context_len_high",
-    "origin",
+    *("target", "drafter", "num_speculative_tokens", "workload", "temperature"),
+    *("context_len_low", "context_len_high", "origin"),
 )
 
 
@@ -173,49 +167,15 @@ class AcceptanceCounts:
         }
 
 
-def identity_violations(counts: AcceptanceCounts | Mapping[str, Any]) -> list[str]:
-    """What does not hold among counts that must agree; empty when all is well.
-
-    A mapping is an acceptance row: its histogram has to be valid, its stored totals have to equal those of the
-    histogram, and its output tokens have to be the emitted ones plus at most the prefill token and the truncated steps.
-    """
-    row: Mapping[str, Any] = {}
-    if not isinstance(counts, AcceptanceCounts):
-        row = counts
-        try:
-            counts = _row_counts(row)
-        except ValueError as error:
-            return [str(error)]
-    problems = [
-        f"{name} is {row[name]}, the histogram gives {value}"
-        for name, value in counts.columns().items()
-        if name != "accepted_by_draft_length" and not is_missing(row.get(name)) and int(row[name]) != value
-    ]
-    accepted, drafted, steps = counts.num_accepted_tokens, counts.num_drafted_tokens, counts.num_verify_steps
-    if accepted > drafted:
-        problems.append(f"num_accepted_tokens {accepted} exceeds num_drafted_tokens {drafted}")
-    rates = counts.acceptance_rate_per_pos
-    if steps and not np.isclose(rates.sum(), counts.mean_acceptance_length - 1):
-        problems.append(f"acceptance_rate_per_pos adds up to {rates.sum()}, not to mean_acceptance_length - 1")
-    if steps and (np.diff(rates) > 1e-12).any():
-        problems.append("acceptance_rate_per_pos rises with the position")
-    if not is_missing(row.get("num_output_tokens")):
-        extra = int(row["num_output_tokens"]) - steps - accepted
-        most = 1 + counts.num_truncated_steps * (counts.num_speculative_tokens + 1)
-        if not 0 <= extra <= most:
-            problems.append(f"num_output_tokens exceeds steps + accepted by {extra}, wanted 0 to {most}")
-    return problems
-
-
-def _row_counts(row: Mapping[Any, Any]) -> AcceptanceCounts:
-    histogram = row.get("accepted_by_draft_length")
+def row_counts(row: Mapping[Hashable, Any]) -> AcceptanceCounts:
+    """The counts of a stored row. Raises ValueError: its histogram is missing, not valid or not of the row's k."""
+    names = ("accepted_by_draft_length", "num_speculative_tokens", "num_truncated_steps")
+    histogram, k, truncated = (row.get(name) for name in names)
     if is_missing(histogram):
         raise ValueError("accepted_by_draft_length is missing")
-    k = row.get("num_speculative_tokens")
-    if not is_missing(k) and int(k) + 1 != len(histogram):  # type: ignore[arg-type]
-        raise ValueError(f"accepted_by_draft_length must have k+1 = {int(k) + 1} rows, got {len(histogram)}")  # type: ignore[arg-type]
-    truncated = row.get("num_truncated_steps")
-    return AcceptanceCounts(histogram, 0 if is_missing(truncated) else int(truncated))  # type: ignore[arg-type]
+    if not is_missing(k) and int(k) + 1 != len(histogram):
+        raise ValueError(f"accepted_by_draft_length must have k+1 = {int(k) + 1} rows, got {len(histogram)}")
+    return AcceptanceCounts(histogram, 0 if is_missing(truncated) else int(truncated))
 
 
 def _all_counts(df: pd.DataFrame) -> list[AcceptanceCounts]:
@@ -224,7 +184,7 @@ def _all_counts(df: pd.DataFrame) -> list[AcceptanceCounts]:
     found = []
     for row in df[[name for name in names if name in df]].to_dict("records"):
         try:
-            found.append(_row_counts(row))
+            found.append(row_counts(row))
         except ValueError as error:
             raise InputError(f"acceptance row of prompt {row.get('prompt_id')!r}: {error}") from error
     ks = sorted({counts.num_speculative_tokens for counts in found})

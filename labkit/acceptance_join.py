@@ -14,13 +14,8 @@ from labkit.rows import FORCED_ORIGINS, distinct, is_missing, ok_rows, single_va
 from labkit.step_costs import StepCosts
 
 GROUP = [
-    "target",
-    "drafter",
-    "num_speculative_tokens",
-    "context_len_low",
-    "context_len_high",
-    "workload",
-    "temperature",
+    *("target", "drafter", "num_speculative_tokens", "context_len_low", "context_len_high"),
+    *("workload", "temperature"),
 ]
 NEEDED = (*GROUP[:5], "prompt_id", "accepted_by_draft_length")
 

@@ -22,23 +22,8 @@ from labkit.rows import distinct
 ABSENT = "(absent)"
 # Differ between any two runs, or are derived from fields that are compared themselves.
 INCIDENTAL = (
-    "run_id",
-    "command",
-    "time",
-    "started",
-    "ended",
-    "sessions",
-    "counts",
-    "complete",
-    "num_points",
-    "num_rows",
-    "num_rounds",
-    "journal_bytes",
-    "sha256",
-    "plan_digest",
-    "environment_digest",
-    "sm_clock_mhz",
-    "temperature_c",
+    *("run_id", "command", "time", "started", "ended", "sessions", "counts", "complete", "num_points", "num_rows"),
+    *("num_rounds", "journal_bytes", "sha256", "plan_digest", "environment_digest", "sm_clock_mhz", "temperature_c"),
 )
 _OF_BACKEND = ("backend_digest", "resolved_kernel")
 # Fields that come with an asked-for one. The driver is not among them: it can be the same on another GPU.
@@ -46,35 +31,15 @@ IMPLIED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("backend", "verify_backend", "decode_backend", "draft_backend"), _OF_BACKEND),
     "gpu": (
         "calibration",
-        "device.slug",
-        "device.name",
-        "device.kind",
-        "device.num_cores",
-        "device.memory_mib",
-        "device.sm_clock_max_mhz",
-        "device.memory_clock_max_mhz",
-        "device.sm_clock_applied_mhz",
-        "device.power_limit_w",
+        *(f"device.{name}" for name in ("slug", "name", "kind", "num_cores", "memory_mib", "power_limit_w")),
+        *(f"device.{name}_mhz" for name in ("sm_clock_max", "memory_clock_max", "sm_clock_applied")),
     ),
 }
 # Conditions of the rows that a sidecar need not name.
 ROW_FIELDS = (
     *MATCHED,
-    "linear_backend",
-    "weight_dtype",
-    "q_dtype",
-    "kv_dtype",
-    "launch_mode",
-    "l2_state",
-    "page_order",
-    "page_size",
-    "backend_digest",
-    "resolved_kernel",
-    "temperature",
-    "top_p",
-    "prompt_digest",
-    "origin",
-    "quality",
+    *("linear_backend", "weight_dtype", "q_dtype", "kv_dtype", "launch_mode", "l2_state", "page_order", "page_size"),
+    *("backend_digest", "resolved_kernel", "temperature", "top_p", "prompt_digest", "origin", "quality"),
 )
 # Calibration is measured anew by each run. Of its numbers only these rates tell another machine state (throttled,
 # shared), when they differ by more than the tolerance; spreads and resolutions are noise.

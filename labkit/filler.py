@@ -13,26 +13,9 @@ from labkit.errors import InputError
 FillerKind = Literal["text", "code"]
 # Sources that CPython ships as plain files on every platform since 3.11; none of them is frozen.
 _CODE_MODULES = (
-    "argparse",
-    "ast",
-    "configparser",
-    "dataclasses",
-    "difflib",
-    "doctest",
-    "fractions",
-    "inspect",
-    "ipaddress",
-    "mailbox",
-    "pickle",
-    "shutil",
-    "smtplib",
-    "statistics",
-    "subprocess",
-    "tarfile",
-    "threading",
-    "traceback",
-    "typing",
-    "uuid",
+    *("argparse", "ast", "configparser", "dataclasses", "difflib", "doctest", "fractions", "inspect", "ipaddress"),
+    *("mailbox", "pickle", "shutil", "smtplib", "statistics", "subprocess", "tarfile", "threading", "traceback"),
+    *("typing", "uuid"),
 )
 _PASSAGE_CHARS = 4000
 

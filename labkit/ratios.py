@@ -14,20 +14,8 @@ UNIT = ["run_id", "group", "round"]
 TIME_COLUMNS = ("step_ms", "forward_ms", "attention_ms")
 # Rows are matched by these, so two runs may cover different values of them; only common cells are compared.
 MATCHED = (
-    "arm",
-    "phase",
-    "target",
-    "drafter",
-    "backend",
-    "verify_backend",
-    "decode_backend",
-    "draft_backend",
-    "workload",
-    "batch_size",
-    "q_len",
-    "context_len",
-    "num_speculative_tokens",
-    "num_drafted_tokens",
+    *("arm", "phase", "target", "drafter", "backend", "verify_backend", "decode_backend", "draft_backend"),
+    *("workload", "batch_size", "q_len", "context_len", "num_speculative_tokens", "num_drafted_tokens"),
 )
 
 

@@ -13,35 +13,15 @@ from labkit.errors import InputError
 from labkit.rows import FORCED_ORIGINS, distinct, is_missing, ok_rows, single_value
 
 CELL_KEY = (
-    "gpu",
-    "target",
-    "drafter",
-    "batch_size",
-    "context_len",
-    "num_speculative_tokens",
-    "verify_backend",
-    "draft_backend",
-    "weight_dtype",
-    "kv_dtype",
+    *("gpu", "target", "drafter", "batch_size", "context_len", "num_speculative_tokens", "verify_backend"),
+    *("draft_backend", "weight_dtype", "kv_dtype"),
 )
 PAIR = ["run_id", "group", "round"]
 # Both arms of a group must agree in these, or its ratio would compare two different things.
 SHARED = ("gpu", "target", "batch_size", "context_len", "weight_dtype", "kv_dtype", "linear_backend")
 # Columns that rarely vary and are looked at cell by cell when they do.
 MIXED = ("linear_backend", "launch_mode", "quality")
-NEEDED = (
-    *PAIR,
-    "arm",
-    "target",
-    "drafter",
-    "batch_size",
-    "context_len",
-    "num_speculative_tokens",
-    "verify_backend",
-    "decode_backend",
-    "num_drafted_tokens",
-    "step_ms",
-)
+NEEDED = (*PAIR, "arm", *CELL_KEY[1:7], "decode_backend", "num_drafted_tokens", "step_ms")
 
 
 @dataclass(frozen=True)
