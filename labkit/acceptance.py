@@ -170,7 +170,8 @@ class AcceptanceCounts:
 def row_counts(row: Mapping[Hashable, Any]) -> AcceptanceCounts:
     """The counts of a stored row. Raises ValueError: its histogram is missing, not valid or not of the row's k."""
     names = ("accepted_by_draft_length", "num_speculative_tokens", "num_truncated_steps")
-    histogram, k, truncated = (row.get(name) for name in names)
+    values: list[Any] = [row.get(name) for name in names]
+    histogram, k, truncated = values
     if is_missing(histogram):
         raise ValueError("accepted_by_draft_length is missing")
     if not is_missing(k) and int(k) + 1 != len(histogram):

@@ -263,7 +263,6 @@ def test_the_first_refusal_stops_the_sweep(go):
         ({"points": [{"status": "ok"}]}, "status cannot be an axis"),
         ({"points": [{"a": float("nan")}]}, "points: wanted"),
         ({"points": [{"a": object()}]}, "points: wanted"),
-        ({"executor": "cloud"}, "executor: wanted local"),
         ({"timeout_s": 0}, "timeout_s"),
         ({"measure": "no_colon"}, "measure: wanted"),
         ({"measure": "labkit.nowhere:f", "worker": True}, "cannot import"),
