@@ -1,6 +1,6 @@
 """Reading rows of the data contract: which ones count, which columns must be there, what must not be mixed."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pandas as pd
@@ -34,6 +34,11 @@ def ok_rows(df: pd.DataFrame, what: str, columns: Iterable[str]) -> pd.DataFrame
 def distinct(df: pd.DataFrame, column: str) -> list[Any]:
     """Sorted distinct values of a column, missing ones left out; empty where the column does not exist."""
     return sorted(df[column].dropna().unique().tolist()) if column in df else []
+
+
+def listed(df: pd.DataFrame, column: str, labels: Mapping[str, str] | None = None) -> str:
+    """The distinct values of a column as text, joined by commas, each under its label where it has one."""
+    return ", ".join((labels or {}).get(str(value), str(value)) for value in distinct(df, column))
 
 
 def single_value(df: pd.DataFrame, column: str, where: str) -> Any:

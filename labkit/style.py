@@ -218,6 +218,11 @@ def context_axis(ax: Axes, low: float, high: float, *, label: bool = True, max_t
         ax.set_xlabel("context length (tokens)")
 
 
+def display_name(name: object, labels: Mapping[str, str] | None) -> str:
+    """What a figure calls a value of the data: its label, or itself without underscores."""
+    return (labels or {}).get(str(name), str(name).replace("_", " "))
+
+
 def text_color(color: str) -> tuple[float, float, float]:
     """A darker shade of a line colour: letters are thinner than lines and need more contrast on white."""
     red, green, blue = to_rgb(color)
