@@ -93,16 +93,10 @@ def breakeven_floor(cells: pd.DataFrame) -> pd.DataFrame:
             draft_model = None if row["drafter"] == "ngram" else model_shape(row["drafter"])
         except InputError:
             continue
-        cost = floor_relative_cost(
-            model,
-            context_len=int(row["context_len"]),
-            batch_size=int(row["batch_size"]),
-            weight_dtype=row["weight_dtype"],
-            kv_dtype=row["kv_dtype"],
-            num_speculative_tokens=int(row["num_speculative_tokens"]),
-            draft_model=draft_model,
-        )
-        rows.append({name: row[name] for name in keys[2:5]} | {"relative_step_cost": cost, "origin": "modelled"})
+        sizes = {name: int(row[name]) for name in keys[2:5]}
+        dtypes = {name: row[name] for name in keys[5:]}
+        cost = floor_relative_cost(model, draft_model=draft_model, **dtypes, **sizes)
+        rows.append(sizes | {"relative_step_cost": cost, "origin": "modelled"})
     return pd.DataFrame(rows, columns=[*keys[2:5], "relative_step_cost", "origin"])
 
 

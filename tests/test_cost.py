@@ -2,12 +2,9 @@ import pytest
 
 from labkit.cost import (
     attention_bytes,
-    attention_flops,
     attention_shape,
-    floor_ms,
     floor_relative_cost,
     forward_bytes,
-    forward_flops,
     kv_bytes_read,
 )
 from labkit.errors import InputError
@@ -15,9 +12,8 @@ from labkit.shapes import AttentionShape, model_shape
 
 
 def test_attention_counts_by_hand() -> None:
-    # Two requests, 3 query tokens over 10 and 20 cached tokens: pairs 3*10 + 6 and 3*20 + 6.
+    # Two requests, 3 query tokens over 10 and 20 cached tokens.
     shape = AttentionShape(2, 3, (10, 20), num_qo_heads=4, num_kv_heads=2, head_dim=8, q_dtype="bfloat16")
-    assert attention_flops(shape) == 4 * 4 * 8 * (36 + 66)
     assert kv_bytes_read(shape) == 2 * 2 * 8 * 2 * (13 + 23)
     assert attention_bytes(shape) == kv_bytes_read(shape) + 2 * (2 * 3 * 4 * 8) * 2
 
@@ -38,8 +34,6 @@ def test_forward_of_llama_3_8b() -> None:
     q_and_out = 32 * 2 * 4096 * 2
     total = forward_bytes(model, weight_dtype="bfloat16", **options)
     assert total - model.weight_bytes_read("bfloat16") == kv + q_and_out
-    flops = forward_flops(model, batch_size=1, q_len=1, context_len=0)
-    assert flops == pytest.approx(2 * (model.num_linear_parameters + 128256 * 4096), rel=1e-4)
 
 
 def test_float8_weights_keep_16_bit_queries() -> None:
@@ -48,25 +42,11 @@ def test_float8_weights_keep_16_bit_queries() -> None:
     assert (shape.q_dtype, shape.kv_dtype) == ("bfloat16", "bfloat16")
 
 
-def test_floor_is_the_longer_of_reading_and_computing() -> None:
-    assert floor_ms(4.8e9, 4800) == pytest.approx(1.0)
-    assert floor_ms(4.8e9, 4800, flops=2e12, tflops_per_s=1000) == pytest.approx(2.0)
-    for rates in ({"read_gb_per_s": 0.0}, {"read_gb_per_s": 1.0, "tflops_per_s": -1.0}):
-        with pytest.raises(InputError, match="must be above 0"):
-            floor_ms(1, **rates)
-
-
 def test_floor_relative_cost_of_reading_once_is_near_one() -> None:
     model = model_shape("llama-3-8b")
     options = {"batch_size": 1, "num_speculative_tokens": 7, "weight_dtype": "bfloat16"}
     costs = [floor_relative_cost(model, context_len=length, **options) for length in (1024, 131072)]
     assert all(1 < cost < 1.001 for cost in costs)
-    # Bandwidth cancels unless the matrix rate counts too, which it does for a large batch.
-    assert floor_relative_cost(model, context_len=1024, read_gb_per_s=4800, **options) == pytest.approx(costs[0])
-    large = floor_relative_cost(
-        model, context_len=1024, read_gb_per_s=4800, tflops_per_s=989, **options | {"batch_size": 256}
-    )
-    assert large > 2
 
 
 def test_a_draft_model_adds_k_of_its_own_forwards() -> None:
