@@ -16,7 +16,7 @@ from labkit.acceptance_join import Source, imposed_source, join
 from labkit.crossovers import crossovers
 from labkit.errors import InputError
 from labkit.intervals import generator, percentile_interval
-from labkit.rows import distinct
+from labkit.rows import distinct, json_value
 from labkit.speedup import Length, imposed_length, measured_length, relative_step_cost, speedup_of
 from labkit.step_costs import StepCosts, baseline_ms, paired_ratios, step_costs
 
@@ -189,7 +189,7 @@ def _judge(
         "mean_acceptance_length": length.length,
         "mean_acceptance_length_low": np.clip(length_bounds[0], 1, ceiling),
         "mean_acceptance_length_high": np.clip(length_bounds[1], 1, ceiling),
-        "speedup": np.exp(found.log_speedup),
+        "speedup": np.exp(found.log_length - found.log_cost),
         "speedup_low": low,
         "speedup_high": high,
         "speedup_same_backend": length.length / relative_step_cost(same, length.shares),
@@ -269,12 +269,7 @@ def _curves(cells: pd.DataFrame, draws: list[np.ndarray], confidence: float) -> 
 
 
 def _plain(record: Mapping[Any, Any]) -> dict[str, Any]:
-    """Numpy scalars to Python's, NaN and infinities to None."""
-    plain = {}
-    for name, value in record.items():
-        value = value.item() if isinstance(value, np.generic) else value
-        plain[str(name)] = None if isinstance(value, float) and not np.isfinite(value) else value
-    return plain
+    return {str(name): json_value(value) for name, value in record.items()}
 
 
 def verdict_table(cells: pd.DataFrame) -> pd.DataFrame:

@@ -7,7 +7,7 @@ rest either cannot change a number or makes the comparison refuse.
 
 import json
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import pandas as pd
 
 from labkit.errors import InputError
 from labkit.ratios import MATCHED, ratio_table, time_column
-from labkit.rows import distinct
+from labkit.rows import distinct, json_value
 
 ABSENT = "(absent)"
 # Differ between any two runs, or are derived from fields that are compared themselves.
@@ -90,7 +90,7 @@ class Comparison:
             "comparable": self.comparable,
             "problems": list(self.problems),
             "differences": [asdict(difference) for difference in self.differences],
-            "ratios": [{str(name): _plain(value) for name, value in row.items()} for row in ratios],
+            "ratios": [{str(name): json_value(value) for name, value in row.items()} for row in ratios],
         }
 
     def to_json(self) -> str:
@@ -145,21 +145,22 @@ def compare_runs(
         fields_a |= _row_fields(rows_a)
         fields_b |= _row_fields(rows_b)
     names = sorted(set(fields_a) | set(fields_b))
-    for name in [*([varying] if varying else []), *allow]:
+    named = {varying: "asked_for"} if varying else {}
+    named |= {name: "allowed" for name in allow if name != varying}
+    for name in named:
         if not any(_covers(name, field) for field in names):
             axes = ", ".join(field for field in names if field.startswith(("grid.", "rows.")))
             raise InputError(f"{name!r} is no field of these runs; the axes are {axes or 'none'}")
     pairs = {name: (fields_a.get(name, ABSENT), fields_b.get(name, ABSENT)) for name in names}
     differing = {name: pair for name, pair in pairs.items() if not _equal(*pair)}
-    sort = _Sorter(varying, tuple(allow), differing, same_code=_same_code(pairs))
+    code_a, code_b = pairs.get("code_digest", (None, ABSENT))
+    sort = _Sorter(named, differing, same_code=code_a == code_b)
     differences = tuple(Difference(name, *pair, *sort.kind(name, *pair)) for name, pair in differing.items())
-    problems = []
-    if varying and not any(item.kind == "asked_for" for item in differences):
-        problems.append(f"{varying} is the same on both sides")
-    comparison = Comparison(differences, tuple(problems), None)
+    varies = not varying or any(item.kind == "asked_for" for item in differences)
+    comparison = Comparison(differences, () if varies else (f"{varying} is the same on both sides",), None)
     if rows_a is None or rows_b is None or not comparison.comparable or time_column(rows_a, rows_b) is None:
         return comparison
-    ignoring = [name for name in MATCHED if any(_covers(given, f"rows.{name}") for given in sort.named)]
+    ignoring = [name for name in MATCHED if any(_covers(given, f"rows.{name}") for given in named)]
     options: dict[str, Any] = {"confidence": confidence, "resamples": resamples, "seed": seed}
     return Comparison(differences, (), ratio_table(rows_a, rows_b, ignoring=ignoring, **options))
 
@@ -184,24 +185,17 @@ def compare_files(path_a: Path, path_b: Path, **options: Any) -> Comparison:
 
 @dataclass(frozen=True)
 class _Sorter:
-    varying: str | None
-    allow: tuple[str, ...]
+    named: Mapping[str, str]  # field -> asked_for or allowed
     differing: Mapping[str, tuple[Any, Any]]
     same_code: bool
 
-    @property
-    def named(self) -> tuple[str, ...]:
-        return (*([self.varying] if self.varying else []), *self.allow)
-
     def kind(self, field: str, a: Any, b: Any) -> tuple[str, str]:
         """Kind of a difference and the reason for it."""
-        if self.varying and _covers(self.varying, field):
-            return "asked_for", f"varying {self.varying}"
-        if self.varying and self._comes_with(self.varying, field, a, b):
-            return "asked_for", f"comes with {self.varying}"
-        for name in self.allow:
-            if _covers(name, field) or self._comes_with(name, field, a, b):
-                return "allowed", f"allowed by {name}"
+        for name, kind in self.named.items():
+            if _covers(name, field):
+                return kind, f"{kind.replace('_', ' ')}: {name}"
+            if self._comes_with(name, field, a, b):
+                return kind, f"comes with {name}"
         last = field.rsplit(".", 1)[-1]
         if any(_covers(name, field) for name in INCIDENTAL):
             return "incidental", "differs between any two runs or follows from other fields"
@@ -212,7 +206,7 @@ class _Sorter:
                 return "incidental", "measured anew, no rate"
             if _close(a, b):
                 return "incidental", f"measured anew, within {CALIBRATION_TOLERANCE:.0%}"
-        if last in MATCHED and isinstance(a, list) and isinstance(b, list) and _overlap(a, b):
+        if last in MATCHED and isinstance(a, list) and isinstance(b, list) and set(map(repr, a)) & set(map(repr, b)):
             return "incidental", "only the common values are compared"
         return "unexplained", "neither asked for nor allowed"
 
@@ -222,9 +216,8 @@ class _Sorter:
             return True
         if "digest" not in field or ABSENT not in (a, b):
             return False
-        values = {
-            str(value) for other, pair in self.differing.items() if _covers(name, other) for value in _values(pair)
-        }
+        sides = [side for other, pair in self.differing.items() if _covers(name, other) for side in pair]
+        values = {str(value) for side in sides for value in (side if isinstance(side, list) else [side])}
         return bool(values & set(field.split(".")))
 
 
@@ -247,30 +240,12 @@ def _covers(name: str, field: str) -> bool:
     return f".{name}." in f".{field}."
 
 
-def _values(pair: Iterable[Any]) -> list[Any]:
-    return [value for side in pair for value in (side if isinstance(side, list) else [side])]
-
-
 def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, list) and isinstance(b, list):
         return sorted(map(repr, a)) == sorted(map(repr, b))
     return bool(a == b)
 
 
-def _overlap(a: list[Any], b: list[Any]) -> bool:
-    return bool(set(map(repr, a)) & set(map(repr, b)))
-
-
 def _close(a: Any, b: Any) -> bool:
     numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in (a, b))
     return numbers and bool(np.isclose(a, b, rtol=CALIBRATION_TOLERANCE))
-
-
-def _same_code(pairs: Mapping[str, tuple[Any, Any]]) -> bool:
-    a, b = pairs.get("code_digest", (None, None))
-    return a is not None and a == b
-
-
-def _plain(value: Any) -> Any:
-    value = value.item() if isinstance(value, np.generic) else value
-    return None if isinstance(value, float) and not np.isfinite(value) else value

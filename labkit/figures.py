@@ -8,7 +8,6 @@ figure.
 import base64
 import io
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,9 +85,9 @@ def save_figure(
         for entry in formats:
             buffer = io.BytesIO()
             fig.savefig(buffer, format=entry, metadata=_metadata(entry, name, record))
-            files.append(_write(folder / f"{name}.{entry}", buffer.getvalue()))
+            files.append(paths.write_whole(folder / f"{name}.{entry}", buffer.getvalue()))
     full = record | {"files": {file.name: file_digest(file) for file in files}}
-    sidecar = _write(folder / f"{name}.json", (json.dumps(full, indent=1, sort_keys=True) + "\n").encode())
+    sidecar = paths.write_whole(folder / f"{name}.json", (json.dumps(full, indent=1, sort_keys=True) + "\n").encode())
     return SavedFigure(name, tuple(files), sidecar)
 
 
@@ -157,10 +156,3 @@ def _metadata(entry: str, name: str, record: dict[str, Any]) -> dict[str, Any]:
     if entry == "pdf":
         return {"Title": name, "Creator": f"labkit {__version__}", "Keywords": text, "CreationDate": None}
     return {"Title": name, "Creator": f"labkit {__version__}", "Description": text, "Date": None}
-
-
-def _write(path: Path, content: bytes) -> Path:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)
-    return path

@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from labkit.paths import write_whole
+
 STATUSES = ("ok", "cell-error", "timeout", "kernel-died")
 _TAIL_CHARACTERS = 2000
 
@@ -125,12 +127,12 @@ def export_html(executed: Path, html: Path) -> None:
         mathjax_url="", require_js_url="", jquery_url="", mermaid_js_url="", mermaid_layout_elk_js_url=""
     )
     body, _ = exporter.from_notebook_node(notebook, resources={"metadata": {"name": executed.stem}})
-    _replace(html, body)
+    write_whole(html, body.encode())
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write JSON so that a reader sees the old file or the new one, never half of one."""
-    _replace(path, json.dumps(content, indent=1, sort_keys=True) + "\n")
+    write_whole(path, json.dumps(content, indent=1, sort_keys=True).encode() + b"\n")
 
 
 def declared_parameters(source: Path) -> set[str]:
@@ -210,9 +212,3 @@ class _Lines:
 
     def flush(self) -> None:
         """Do nothing: a line goes out when it is complete."""
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)

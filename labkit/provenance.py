@@ -130,7 +130,8 @@ def _gpu_facts(device: str) -> dict[str, Any]:
 
 
 @functools.cache
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """Name of this machine's processor."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -147,9 +148,9 @@ def _device_facts(device: str) -> dict[str, Any]:
         facts = _gpu_facts(device)
         return {"kind": "gpu", "slug": slug(facts["name"] or "gpu unknown"), **facts}
     # Frequency and core count in the marketing name do not belong into a folder name.
-    name = re.sub(r"\(R\)|\(TM\)|@.*|\d+-Core.*|\bProcessor\b|\bCPU\b", " ", _cpu_name())
+    name = re.sub(r"\(R\)|\(TM\)|@.*|\d+-Core.*|\bProcessor\b|\bCPU\b", " ", cpu_name())
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {"kind": "cpu", "slug": f"cpu-{slug(name)}", "name": _cpu_name(), "driver": None, "num_cores": num_cores}
+    return {"kind": "cpu", "slug": f"cpu-{slug(name)}", "name": cpu_name(), "driver": None, "num_cores": num_cores}
 
 
 def _versions() -> dict[str, str | None]:

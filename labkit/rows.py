@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from labkit.errors import InputError
@@ -13,6 +14,12 @@ FORCED_ORIGINS = ("forced", "synthetic", "simulated")
 def is_missing(value: Any) -> bool:
     """Whether a scalar is None, NaN or pandas' NA."""
     return value is None or (pd.api.types.is_scalar(value) and bool(pd.isna(value)))
+
+
+def json_value(value: Any) -> Any:
+    """A NumPy scalar as Python's, NaN and infinities as None."""
+    value = value.item() if isinstance(value, np.generic) else value
+    return None if isinstance(value, float) and not np.isfinite(value) else value
 
 
 def ok_rows(df: pd.DataFrame, what: str, columns: Iterable[str]) -> pd.DataFrame:

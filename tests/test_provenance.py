@@ -130,7 +130,7 @@ def test_slug():
     ],
 )
 def test_cpu_slug(monkeypatch, name, wanted):
-    monkeypatch.setattr(provenance, "_cpu_name", lambda: name)
+    monkeypatch.setattr(provenance, "cpu_name", lambda: name)
     assert collect("cpu")["device"]["slug"] == wanted
 
 

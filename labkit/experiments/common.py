@@ -56,6 +56,12 @@ def check_backends(axis: str, values: Sequence[str]) -> None:
     check_names(axis, values, list(available_backends()))
 
 
+def check_draft_lengths(axes: Axes) -> None:
+    """Raise InputError for a k outside 1..16."""
+    if bad := [k for k in axes["num_speculative_tokens"] if not 1 <= k <= 16]:
+        raise InputError(f"num_speculative_tokens: wanted 1 to 16, got {bad[0]}")
+
+
 def sole(axes: Axes, name: str) -> Any:
     """The value of an axis that may hold only one."""
     if len(axes[name]) != 1:

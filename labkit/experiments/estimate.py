@@ -9,7 +9,6 @@ from labkit.shapes import ModelShape, model_shape
 # What one forward of a small model reaches end to end; a calibrated device does better, a busy one worse.
 _BYTES_PER_S = 8e9
 _FLOP_PER_S = 8e10
-_LOAD_S = 2.0
 
 
 def seconds(experiment: str, point: dict[str, Any]) -> float:
