@@ -30,13 +30,11 @@ class AcceptanceCounts:
     """Verify steps of one or many requests, by draft length and accepted drafts.
 
     accepted_by_draft_length : counts [k+1][k+1]: row = drafts proposed in the step (0..k), column = drafts kept before
-        the first rejection. The bonus token is not counted. Its sum is `num_verify_steps`, steps without a draft
-        included.
-    num_truncated_steps : last steps cut by a stop token or the length limit. They are not in the histogram and enter no
-        ratio.
+        the first rejection, bonus not counted. It sums to `num_verify_steps`, steps without a draft included.
+    num_truncated_steps : last steps cut by a stop token or the length limit; in no histogram and no ratio.
 
-    Raises ValueError: not square, k below 1, a negative or fractional count, or a step that keeps more than it drafted;
-    the message names the cell.
+    Raises ValueError, naming the cell: not square, k below 1, a negative or fractional count, or a step that keeps more
+    than it drafted.
     """
 
     accepted_by_draft_length: tuple[tuple[int, ...], ...]

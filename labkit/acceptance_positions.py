@@ -36,34 +36,20 @@ def position_table(
     records = []
     for key, group in rows.groupby(list(by), dropna=False, sort=True):
         counts, histograms = counts_from_frame(group), prompt_histograms(group)
-        rates = (
-            counts.acceptance_rate_per_pos
-            if definition == "unconditional"
-            else counts.conditional_acceptance_rate_per_pos
-        )
+        conditional = definition == "conditional"
+        rates = counts.conditional_acceptance_rate_per_pos if conditional else counts.acceptance_rate_per_pos
         rng = generator(seed, "positions", *key)
         weights = resampled_weights(len(histograms), resamples, rng)
         spread = student_spread(len(histograms), resamples, rng)
         for position, rate in enumerate(rates, start=1):
-            kept, possible = _kept_and_possible(histograms, position, definition)
+            # Per prompt: steps that kept this draft, and the steps that count for it.
+            kept = histograms[:, position:, position:].sum(axis=(1, 2))
+            counted = histograms[:, position:, position - 1 :] if conditional else histograms
+            possible = counted.sum(axis=(1, 2))
             with np.errstate(invalid="ignore", divide="ignore"):
                 draws = spread * ((weights @ kept) / (weights @ possible) - rate)
             low, high = np.clip(rate + np.array(percentile_interval(draws, confidence)), 0, 1)
-            values = {
-                "position": position,
-                "rate": rate,
-                "rate_low": low,
-                "rate_high": high,
-                "num_prompts": len(histograms),
-            }
+            values = {"position": position, "rate": rate, "rate_low": low, "rate_high": high}
+            values["num_prompts"] = len(histograms)
             records.append(dict(zip(by, key, strict=True)) | values)
     return pd.DataFrame(records)
-
-
-def _kept_and_possible(histograms: np.ndarray, position: int, definition: str) -> tuple[np.ndarray, np.ndarray]:
-    """Per prompt: steps that kept draft ``position``, and the steps that count for it; int64 [num_prompts] each."""
-    kept = histograms[:, position:, position:].sum(axis=(1, 2))
-    possible = histograms.sum(axis=(1, 2))
-    if definition == "conditional":
-        possible = histograms[:, position:, position - 1 :].sum(axis=(1, 2))
-    return kept, possible

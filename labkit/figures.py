@@ -27,9 +27,8 @@ FORMATS = ("svg", "pdf", "png")
 # Everything between stored rows and ink. A change in one of these makes a figure stale.
 DRAWING_CODE = (
     *("acceptance.py", "acceptance_join.py", "acceptance_positions.py", "attention_table.py", "breakeven.py"),
-    *("canvas.py", "cost.py", "crossovers.py", "curves.py", "figures.py"),
-    *("intervals.py", "labels.py", "panels.py", "plots.py", "plots_acceptance.py"),
-    *("plots_attention.py", "rows.py", "shapes.py", "speedup.py", "step_costs.py"),
+    *("canvas.py", "cost.py", "crossovers.py", "curves.py", "figures.py", "intervals.py", "labels.py", "panels.py"),
+    *("plots.py", "plots_acceptance.py", "plots_attention.py", "rows.py", "shapes.py", "speedup.py", "step_costs.py"),
     "style.py",
 )
 
@@ -47,15 +46,12 @@ class SavedFigure:
         return iter(self.files)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict[str, str], dict[str, Any]]:
-        for file in self.files:
-            if file.suffix == ".png":
-                data = file.read_bytes()
-                width = int.from_bytes(data[16:20], "big")
-                scale = SCREEN_DPI / float(str(RC["savefig.dpi"]))
-                return {"image/png": base64.b64encode(data).decode()}, {
-                    "image/png": {"width": round(width * scale), "alt": self.name}
-                }
-        return {"text/plain": f"{self.name}: {', '.join(file.name for file in self.files)}"}, {}
+        pngs = [file for file in self.files if file.suffix == ".png"]
+        if not pngs:
+            return {"text/plain": f"{self.name}: {', '.join(file.name for file in self.files)}"}, {}
+        data = pngs[0].read_bytes()
+        width = int.from_bytes(data[16:20], "big") * SCREEN_DPI / float(str(RC["savefig.dpi"]))
+        return {"image/png": base64.b64encode(data).decode()}, {"image/png": {"width": round(width), "alt": self.name}}
 
 
 def save_figure(

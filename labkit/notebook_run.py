@@ -46,11 +46,8 @@ class Verdict:
     def __str__(self) -> str:
         """One plain line, as progress shows it."""
         where = f" in cell {self.cell}" if self.cell is not None else ""
-        what = (
-            f" {self.error_name}: {self.error_value.splitlines()[0] if self.error_value else ''}"
-            if self.error_name
-            else ""
-        )
+        first = self.error_value.partition("\n")[0]
+        what = f" {self.error_name}: {first}" if self.error_name else ""
         html = f" (no HTML: {self.html_error})" if self.html_error else ""
         return f"{self.notebook:<24} {self.status}{where}, {self.seconds:.1f} s{what}{html}"
 
@@ -123,9 +120,8 @@ def export_html(executed: Path, html: Path) -> None:
 
     notebook = nbformat.read(executed, as_version=4)
     notebook.metadata.pop("widgets", None)
-    exporter = HTMLExporter(
-        mathjax_url="", require_js_url="", jquery_url="", mermaid_js_url="", mermaid_layout_elk_js_url=""
-    )
+    outside = ("mathjax_url", "require_js_url", "jquery_url", "mermaid_js_url", "mermaid_layout_elk_js_url")
+    exporter = HTMLExporter(**dict.fromkeys(outside, ""))
     body, _ = exporter.from_notebook_node(notebook, resources={"metadata": {"name": executed.stem}})
     write_whole(html, body.encode())
 
@@ -179,10 +175,6 @@ def _code_cells(executed: Path) -> list[Any]:
     return [cell for cell in cells if cell.cell_type == "code" and cell.source.strip()]
 
 
-def _errors(cell: Any) -> list[Any]:
-    return [output for output in cell.outputs if output.output_type == "error"]
-
-
 def _stopped_in(executed: Path) -> int | None:
     """The code cell, from 1, that ran when the kernel was lost: the last one that was started. None if none was."""
     cells = _code_cells(executed) if executed.exists() else []
@@ -193,8 +185,10 @@ def _stopped_in(executed: Path) -> int | None:
 def _quiet_exit(executed: Path) -> dict[str, Any]:
     """``ok``, or ``cell-error`` after ``sys.exit(0)``, which papermill lets pass with cells still to run."""
     for number, cell in enumerate(_code_cells(executed), start=1):
-        for error in _errors(cell):
-            return {"status": "cell-error", "error_name": error.ename, "error_value": error.evalue, "cell": number}
+        for output in cell.outputs:
+            if output.output_type == "error":
+                what = {"error_name": output.ename, "error_value": output.evalue, "cell": number}
+                return {"status": "cell-error", **what}
     return {"status": "ok"}
 
 

@@ -1,5 +1,6 @@
 """Where numbers come from: device, driver, clocks, versions, commit, command. No person, no host."""
 
+import contextlib
 import functools
 import getpass
 import hashlib
@@ -123,24 +124,19 @@ def _gpu_facts(device: str) -> dict[str, Any]:
     values = [part.strip() for part in text.strip().split(",")] if text else [""] * len(_GPU_FIELDS)
     facts: dict[str, Any] = {}
     for name, value in zip(_GPU_FIELDS, values, strict=True):
-        known = value and not value.startswith(("[", "N/A"))
-        is_number = bool(re.fullmatch(r"\d+(\.\d+)?", value)) and name != "driver"
-        facts[name] = None if not known else float(value) if is_number else value
+        is_number = re.fullmatch(r"\d+(\.\d+)?", value) and name != "driver"
+        facts[name] = float(value) if is_number else None if value.startswith(("[", "N/A")) else value or None
     return facts
 
 
 @functools.cache
 def cpu_name() -> str:
     """Name of this machine's processor."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass  # no Linux: ask differently
-    return (
-        _output_of("sysctl", "-n", "machdep.cpu.brand_string") or platform.processor() or platform.machine()
-    ).strip()
+    with contextlib.suppress(OSError):  # no Linux: ask differently
+        if found := re.search(r"^model name\s*:(.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+            return found[1].strip()
+    asked = _output_of("sysctl", "-n", "machdep.cpu.brand_string")
+    return (asked or platform.processor() or platform.machine()).strip()
 
 
 def _device_facts(device: str) -> dict[str, Any]:
@@ -154,12 +150,10 @@ def _device_facts(device: str) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {}
+    found: dict[str, str | None] = dict.fromkeys(PACKAGES)
     for name in PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
     return found
 
 

