@@ -73,9 +73,8 @@ def join(
     groups = _groups(acceptance)
     if acceptance_from is not None and all(key[0] != acceptance_from for key, _ in groups):
         targets = ", ".join(sorted({key[0] for key, _ in groups}))
-        raise InputError(
-            f"acceptance_from must be a target of the acceptance rows ({targets}), got {acceptance_from!r}"
-        )
+        wanted = f"a target of the acceptance rows ({targets})"
+        raise InputError(f"acceptance_from must be {wanted}, got {acceptance_from!r}")
     sources: dict[tuple[Any, ...], Source] = {}
     joined: list[tuple[list[Source], str | None]] = []
     mismatches: list[_Mismatch] = []
@@ -149,13 +148,13 @@ def _source(
         origin = single_value(rows, "origin", where) or "measured"
         if borrowed:
             notes.append(f"acceptance borrowed from {borrowed}, drafter {key[1]}")
-        sources[full_key] = Source(
-            full_key,
-            None if is_missing(key[5]) else key[5],
-            None if is_missing(key[6]) else float(key[6]),
-            "transferred" if borrowed else str(origin),
-            histograms=prompt_histograms(rows),
-            notes=tuple(notes),
-            borrowed_from=borrowed,
-        )
+        workload, temperature = (None if is_missing(value) else value for value in key[5:7])
+        temperature = None if temperature is None else float(temperature)
+        measured: dict[str, Any] = {
+            "histograms": prompt_histograms(rows),
+            "notes": tuple(notes),
+            "borrowed_from": borrowed,
+        }
+        origin = "transferred" if borrowed else str(origin)
+        sources[full_key] = Source(full_key, workload, temperature, origin, **measured)
     return sources[full_key]

@@ -169,17 +169,17 @@ def command_line() -> str:
     return redact(" ".join([Path(sys.argv[0]).name, *sys.argv[1:]]))
 
 
-def collect(device: str = "cpu", *, num_threads: int | None = None) -> dict[str, Any]:
+def collect(device: str = "cpu") -> dict[str, Any]:
     """What to store beside numbers measured now, by this process, on ``device``.
 
     device : ``cpu``, ``cuda`` or ``cuda:N``, as torch counts.
-    num_threads : threads the measured code uses; by default OMP_NUM_THREADS, else the cores this process may use.
 
     Returns device (kind, slug, name, driver, clocks in MHz, power limit in W), versions, python, platform, commit,
-    dirty, command, num_threads, env. Holds no user name, host name, home folder or GPU serial number.
+    dirty, command, num_threads (OMP_NUM_THREADS, else the cores this process may use), env. Holds no user name, host
+    name, home folder or GPU serial number.
     """
     facts = _device_facts(device)
-    threads = num_threads or int(os.environ.get("OMP_NUM_THREADS") or 0) or facts.get("num_cores") or os.cpu_count()
+    threads = int(os.environ.get("OMP_NUM_THREADS") or 0) or facts.get("num_cores") or os.cpu_count()
     return {
         "device": facts,
         "num_threads": threads,

@@ -85,6 +85,7 @@ def _ratio(
 ) -> dict[str, float | int | bool]:
     shared = a.index.intersection(b.index)
     paired = len(shared) > 0
+    rounds = (len(shared), len(shared)) if paired else (len(a), len(b))
     if paired:
         log_ratio, deviations = _median_and_deviations(np.log((b[shared] / a[shared]).to_numpy()), resamples, rng)
     else:
@@ -92,16 +93,9 @@ def _ratio(
         log_b, deviations_b = _median_and_deviations(np.log(b.to_numpy()), resamples, rng)
         log_ratio, deviations = log_b - log_a, deviations_b - deviations_a
     low, high = np.exp(percentile_interval(log_ratio + deviations, confidence))
-    return {
-        "a_ms": float(a.median()),
-        "b_ms": float(b.median()),
-        "ratio": float(np.exp(log_ratio)),
-        "ratio_low": float(low),
-        "ratio_high": float(high),
-        "paired": paired,
-        "num_rounds_a": len(shared) if paired else len(a),
-        "num_rounds_b": len(shared) if paired else len(b),
-    }
+    found = {"a_ms": float(a.median()), "b_ms": float(b.median()), "ratio": float(np.exp(log_ratio))}
+    bounds = {"ratio_low": float(low), "ratio_high": float(high)}
+    return {**found, **bounds, "paired": paired, "num_rounds_a": rounds[0], "num_rounds_b": rounds[1]}
 
 
 def _median_and_deviations(logs: np.ndarray, resamples: int, rng: np.random.Generator) -> tuple[float, np.ndarray]:

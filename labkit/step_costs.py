@@ -69,15 +69,9 @@ def step_costs(cost_rows: pd.DataFrame) -> list[StepCosts]:
         key = {name: _key_value(value) for name, value in zip(CELL_KEY, values, strict=True)}
         steps = step_ms.loc[[cell_id]].droplevel("cell").reindex(columns=list(range(key["num_speculative_tokens"] + 1)))
         decode = decode_ms.reindex(steps.index).dropna(axis="columns", how="all")
-        costs.append(
-            StepCosts(
-                key=key,
-                step_ms=steps.to_numpy(float),
-                decode_ms={str(name): decode[name].to_numpy(float) for name in decode},
-                origin=_origin(group, key),
-                notes=_notes(group, plain, key) if varied else (),
-            )
-        )
+        by_backend = {str(name): decode[name].to_numpy(float) for name in decode}
+        notes = _notes(group, plain, key) if varied else ()
+        costs.append(StepCosts(key, steps.to_numpy(float), by_backend, _origin(group, key), notes))
     return costs
 
 
@@ -153,9 +147,7 @@ def baseline_ms(costs: StepCosts, baseline: str) -> tuple[str | None, np.ndarray
     # With a single round there is no other half; such a cell stays undecided anyway.
     choosers = [half != side if num_rounds > 1 else half == 0 for side in (0, 1)]
     table = {
-        name: values
-        for name, values in costs.decode_ms.items()
-        if all(np.isfinite(values[chooser]).any() for chooser in choosers)
+        name: ms for name, ms in costs.decode_ms.items() if all(np.isfinite(ms[chooser]).any() for chooser in choosers)
     }
     if not table:
         return None, np.full(num_rounds, np.nan)
