@@ -19,6 +19,8 @@ DEFAULT_BY = (
     *("target", "drafter", "num_speculative_tokens", "workload", "temperature"),
     *("context_len_low", "context_len_high", "origin"),
 )
+_PER_POSITION = ("acceptance_rate_per_pos", "conditional_acceptance_rate_per_pos", "share_by_draft_length")
+_TOTALS = ("num_drafted_tokens", "num_accepted_tokens")
 
 
 def _ratio(part: float, whole: float) -> float:
@@ -154,15 +156,9 @@ class AcceptanceCounts:
 
     def columns(self) -> dict[str, Any]:
         """The count columns of an acceptance row."""
-        return {
-            "num_speculative_tokens": self.num_speculative_tokens,
-            "num_verify_steps": self.num_verify_steps,
-            "num_truncated_steps": self.num_truncated_steps,
-            "num_drafted_steps": self.num_drafted_steps,
-            "num_drafted_tokens": self.num_drafted_tokens,
-            "num_accepted_tokens": self.num_accepted_tokens,
-            "accepted_by_draft_length": [list(row) for row in self.accepted_by_draft_length],
-        }
+        names = ("num_speculative_tokens", "num_verify_steps", "num_truncated_steps", "num_drafted_steps", *_TOTALS)
+        histogram = [list(row) for row in self.accepted_by_draft_length]
+        return {name: getattr(self, name) for name in names} | {"accepted_by_draft_length": histogram}
 
 
 def row_counts(row: Mapping[Hashable, Any]) -> AcceptanceCounts:
@@ -270,17 +266,12 @@ def _summary(group: pd.DataFrame, confidence: float, resamples: int, rng: np.ran
         of_prompts = 1 + per_prompt.mean()
     return {
         "num_prompts": num_prompts,
-        "num_verify_steps": counts.num_verify_steps,
-        "num_drafted_tokens": counts.num_drafted_tokens,
-        "num_accepted_tokens": counts.num_accepted_tokens,
-        "mean_acceptance_length": counts.mean_acceptance_length,
+        **{name: getattr(counts, name) for name in ("num_verify_steps", *_TOTALS, "mean_acceptance_length")},
         "mean_acceptance_length_low": float(low),
         "mean_acceptance_length_high": float(high),
         "mean_acceptance_length_of_prompts": float(of_prompts),
         "draft_acceptance_rate": counts.draft_acceptance_rate,
         "draft_acceptance_rate_low": float(rate_low),
         "draft_acceptance_rate_high": float(rate_high),
-        "acceptance_rate_per_pos": tuple(counts.acceptance_rate_per_pos),
-        "conditional_acceptance_rate_per_pos": tuple(counts.conditional_acceptance_rate_per_pos),
-        "share_by_draft_length": tuple(counts.share_by_draft_length),
+        **{name: tuple(getattr(counts, name)) for name in _PER_POSITION},
     }
