@@ -26,10 +26,7 @@ _FROM_ZERO = (
 def axes_of(presets: Mapping[str, Axes], preset: str, given: Mapping[str, Sequence[Any]]) -> Axes:
     """A preset's axes with the given ones in their place.
 
-    Raises
-    ------
-    InputError
-        Unknown preset or axis, an empty axis, or a number below the axis's smallest meaning.
+    Raises InputError: unknown preset or axis, an empty axis, or a number below the axis's smallest meaning.
     """
     if preset not in presets:
         raise InputError(f"preset {preset!r}: no such preset; the presets are {', '.join(presets)}")
@@ -61,6 +58,12 @@ def check_backends(axis: str, values: Sequence[str]) -> None:
     from labkit.attention.api import available_backends
 
     check_names(axis, values, list(available_backends()))
+
+
+def check_draft_lengths(axes: Axes) -> None:
+    """Raise InputError for a k outside 1..16."""
+    if bad := [k for k in axes["num_speculative_tokens"] if not 1 <= k <= 16]:
+        raise InputError(f"num_speculative_tokens: wanted 1 to 16, got {bad[0]}")
 
 
 def sole(axes: Axes, name: str) -> Any:

@@ -12,7 +12,6 @@ from labkit.shapes import ModelShape, model_shape
 _BYTES_PER_S = 8e9
 _FLOP_PER_S = 8e10
 _GPU_BYTES_PER_S = 1e12
-_LOAD_S = 2.0
 
 
 def seconds(experiment: str, point: dict[str, Any]) -> float:
