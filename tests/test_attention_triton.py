@@ -8,14 +8,18 @@ import pytest
 
 pytest.importorskip("triton")
 
-from labkit.attention.api import AttentionSpec, available_backends, prepare
-from labkit.attention.backend_triton_split import choose_num_splits
-from labkit.attention.inputs import check, make_inputs
+import torch
+
+from labkit.attention.api import AttentionSpec, available_backends, max_error, prepare
+from labkit.attention.backend_triton_ladder import VARIANTS
+from labkit.attention.backend_triton_split import choose_num_splits, choose_tile
+from labkit.attention.inputs import check, expect, make_inputs, random_tree
 from labkit.paths import ROOT
 from labkit.shapes import AttentionShape
 
 IS_CHILD = os.environ.get("TRITON_INTERPRET") == "1"
 BACKENDS = ["triton_nosplit", "triton_split"]
+ALL = ["triton_split", *VARIANTS]
 interpreted = pytest.mark.skipif(not IS_CHILD, reason="runs in the child process of test_under_the_interpreter")
 
 
@@ -33,15 +37,22 @@ def test_under_the_interpreter():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def run(generator, q_len, context_len, heads, head_dim, page_size, dtype="float32", backends=BACKENDS, **spec_fields):
+def run(
+    generator, q_len, context_len, heads, head_dim, page_size, dtype="float32", backends=BACKENDS, kv_dtype=None, **spec
+):
     batch_size = 1 if isinstance(context_len, int) else len(context_len)
-    shape = AttentionShape(batch_size, q_len, context_len, *heads, head_dim, page_size=page_size, q_dtype=dtype)
-    spec = AttentionSpec(return_lse=True, **spec_fields)
+    shape = AttentionShape(
+        batch_size, q_len, context_len, *heads, head_dim, page_size=page_size, q_dtype=dtype, kv_dtype=kv_dtype
+    )
+    if spec.get("tree") == "random":
+        spec["tree"] = random_tree(shape, generator)
+    spec = AttentionSpec(return_lse=True, **spec)
     q, cache = make_inputs(shape, generator=generator)
+    expected = expect(q, cache, spec)
     infos = []
     for backend in backends:
         call = prepare(q, cache, backend=backend, spec=spec)
-        check(call, cache, spec)
+        check(call, cache, spec, expected)
         infos.append(call.info)
     return infos
 
@@ -70,7 +81,8 @@ def test_groups_head_dims_and_several_row_tiles(generator, heads, head_dim):
     group_size = heads[0] // heads[1]
     assert infos[0]["grid"] == (1, heads[0], 1)
     assert infos[0]["kv_passes"] == group_size
-    assert infos[1]["grid"] == (1, heads[1] * -(-4 * group_size // 64), 2)
+    assert infos[1]["grid"][:2] == (1, heads[1])
+    assert infos[1]["kv_passes"] == 1
 
 
 @interpreted
@@ -97,26 +109,138 @@ def test_prefill_chunk(generator):
 
 
 @interpreted
+@pytest.mark.parametrize("kv_dtype", [None, "float8_e4m3fn"])
+def test_every_rung_and_engine_shape(generator, kv_dtype):
+    """One kernel, tiled nine ways: each must count its passes over K and V as it runs them."""
+    infos = run(generator, 5, (300, 0), (6, 2), 64, 16, "float16", backends=ALL, kv_dtype=kv_dtype)
+    found = {name: (info["num_splits"] > 1, info["kv_passes"]) for name, info in zip(ALL, infos, strict=True)}
+    assert found == {
+        "triton_split": (True, 1),
+        "triton_nosplit": (False, 3),
+        "triton_ladder_split": (True, 3),
+        "triton_ladder_packed": (True, 1),
+        "triton_ladder_staged": (True, 1),
+        "triton_per_token": (False, 5),  # 20 tiles are already more than the programs of the made-up device
+        "triton_decode8": (True, 5),
+        "triton_segmented_2d": (False, 1),
+        "triton_segmented_3d": (True, 1),
+    }
+
+
+@interpreted
+@pytest.mark.parametrize("q_len", [1, 2, 7, 33, 64])
+@pytest.mark.parametrize("page_size", [4, 16, 64])
+def test_random_trees(generator, q_len, page_size):
+    run(generator, q_len, (150, 0), (2, 1), 32, page_size, "float16", tree="random")
+
+
+@interpreted
+def test_fully_masked_rows_give_zero_and_minus_infinity(generator):
+    """The second request has no context, and padding nodes that see nothing."""
+    shape = AttentionShape(2, 4, (40, 0), 2, 1, 32, q_dtype="float32")
+    q, cache = make_inputs(shape, generator=generator)
+    spec = AttentionSpec(return_lse=True, tree=torch.tensor([[1, 3, 5, 0], [1, 3, 0, 0]]))
+    for backend in ALL:
+        call = prepare(q, cache, backend=backend, spec=spec)
+        check(call, cache, spec)
+        assert (call.out[1, 2:] == 0).all()
+        assert (call.lse[1, 2:] == -torch.inf).all()
+
+
+@interpreted
+@pytest.mark.parametrize("window", [1, 5, 64, 130, 10_000])
+def test_windows(generator, window):
+    run(generator, 5, (300, 20, 0), (4, 2), 32, 16, "float16", window=window)
+
+
+@interpreted
+def test_flat_logits_at_many_keys(generator):
+    """All weights alike: a kernel that rounds small weights away shrinks the output."""
+    for kv_dtype in (None, "float8_e4m3fn"):
+        shape = AttentionShape(1, 2, 20_000, 2, 1, 16, q_dtype="float16", kv_dtype=kv_dtype)
+        q, cache = make_inputs(shape, generator=generator)
+        q.zero_()
+        spec = AttentionSpec(return_lse=True)
+        check(prepare(q, cache, backend="triton_split", spec=spec), cache, spec)
+
+
+@interpreted
+def test_replan_takes_over_new_lengths(generator):
+    """As a captured graph is replayed: the launch stays, the lengths change."""
+    shape = AttentionShape(2, 3, (700, 300), 2, 1, 32, q_dtype="float32")
+    q, cache = make_inputs(shape, generator=generator)
+    cache.truncate([200, 10])
+    call = prepare(q, cache, backend="triton_split", spec=AttentionSpec(return_lse=True))
+    call()
+    cache.advance([500, 290])
+    call.replan()
+    call()
+    expected = expect(q, cache)
+    assert max_error(call.out, expected.out) < 1e-5
+    assert max_error(call.lse, expected.lse) < 1e-5
+
+
+@interpreted
+def test_shared_prefix(generator):
+    shape = AttentionShape(3, 2, (100, 64, 70), 2, 1, 32, q_dtype="float32", shared_prefix_len=64)
+    q, cache = make_inputs(shape, generator=generator)
+    assert (cache.page_table[:, :4] == cache.page_table[0, :4]).all()
+    spec = AttentionSpec(return_lse=True)
+    check(prepare(q, cache, backend="triton_split", spec=spec), cache, spec)
+
+
+@interpreted
+def test_the_read_kernel_reads_everything():
+    from labkit.triton_read import BLOCK, read_kernel
+
+    words, sums = torch.arange(3 * BLOCK, dtype=torch.float32) % 7, torch.empty(3)
+    read_kernel[(3,)](words, sums, BLOCK=BLOCK)
+    assert torch.equal(sums, words.view(3, -1).sum(1))
+
+
+@interpreted
 def test_available_and_bfloat16_refused():
-    assert [available_backends()[name] for name in BACKENDS] == ["", ""]
-    shape = AttentionShape(1, 1, 4, 1, 1, 64)
-    for name in BACKENDS:
-        module = __import__(f"labkit.attention.backend_{name}", fromlist=["supports"])
-        assert "bfloat16" in module.supports(shape, "cpu")
-        assert module.supports(shape, "cuda") == ""
-        assert "head_dim" in module.supports(AttentionShape(1, 1, 4, 1, 1, 96), "cuda")
+    assert [available_backends()[name] for name in ALL] == [""] * len(ALL)
+    from labkit.attention.triton_launch import triton_supports
+
+    assert "bfloat16" in triton_supports(AttentionShape(1, 1, 4, 1, 1, 64), "cpu")
+    assert triton_supports(AttentionShape(1, 1, 4, 1, 1, 64), "cuda") == ""
+    assert "head_dim" in triton_supports(AttentionShape(1, 1, 4, 1, 1, 96), "cuda")
+    assert "float8" in triton_supports(AttentionShape(1, 1, 4, 1, 1, 64, kv_dtype="float16"), "cuda")
+    assert "window" in triton_supports(AttentionShape(1, 2, 4, 1, 1, 64, mask="tree", window=3), "cuda")
 
 
 @pytest.mark.parametrize(
-    ("num_tiles", "max_kv_len", "head_dim", "max_splits", "expected"),
+    ("num_rows", "head_dim", "shared_kb", "expected"),
     [
-        (8, 131072, 128, None, 33),
-        (4, 131072, 256, None, 33),
-        (4, 131072, 256, 8, 8),
-        (8, 1000, 128, None, 8),
-        (8, 1, 128, None, 1),
-        (1000, 131072, 128, None, 1),
+        (8, 128, 227, (16, 64, 4, 3)),
+        (32, 128, 227, (64, 64, 4, 3)),
+        (128, 128, 227, (128, 64, 8, 3)),
+        (500, 128, 227, (128, 64, 8, 3)),
+        (6, 256, 227, (16, 32, 4, 3)),
+        (96, 256, 227, (128, 32, 8, 3)),
+        (128, 128, 99, (128, 64, 8, 2)),  # a consumer card: fewer stages
+        (96, 256, 64, (64, 32, 8, 1)),  # and smaller tiles
     ],
 )
-def test_number_of_splits(num_tiles, max_kv_len, head_dim, max_splits, expected):
-    assert choose_num_splits(num_tiles, max_kv_len, head_dim, 132, max_splits) == expected
+def test_tiles_fit_the_device(num_rows, head_dim, shared_kb, expected):
+    assert choose_tile(num_rows, head_dim, 2, shared_kb << 10) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_tiles", "num_keys", "block_m", "head_dim", "expected"),
+    [
+        (8, 131073, 16, 128, 33),  # two programs per SM of 132
+        (8, 131080, 64, 128, 24),
+        (8, 131088, 128, 128, 16),
+        (4, 131073, 64, 256, 33),
+        (8, 1000, 16, 128, 8),  # 128 keys at least
+        (8, 1, 16, 128, 1),
+        (128, 2056, 128, 128, 1),
+        (128, 131088, 128, 128, 2),
+        (1000, 131072, 16, 128, 2),
+        (1000, 8000, 16, 128, 1),
+    ],
+)
+def test_number_of_splits(num_tiles, num_keys, block_m, head_dim, expected):
+    assert choose_num_splits(num_tiles, num_keys, 132, block_m, head_dim) == expected

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 from labkit.attention.api import AttentionSpec, Run
 from labkit.attention.dense import dense_supports
@@ -46,12 +46,16 @@ def prepare(q: Tensor, cache: PagedKVCache, spec: AttentionSpec) -> tuple[Run, d
 
     def run(q: Tensor, layer: int, out: Tensor, lse: Tensor | None) -> None:
         k, v = cache.stacked(layer, kv_len)
-        result, result_lse = attend(
-            q.transpose(1, 2), k, v, block_mask=mask, scale=spec.scale(q.shape[-1]), enable_gqa=True, return_lse=True
+        result, aux = attend(
+            *(q.transpose(1, 2), k, v),
+            block_mask=mask,
+            scale=spec.scale(q.shape[-1]),
+            enable_gqa=True,
+            return_aux=AuxRequest(lse=lse is not None),
         )
         out.copy_(result.transpose(1, 2))
         if lse is not None:
-            lse.copy_(result_lse.transpose(1, 2))
+            lse.copy_(aux.lse.transpose(1, 2))
 
     info = {
         "resolved_kernel": f"flex_attention, torch {torch.__version__}",

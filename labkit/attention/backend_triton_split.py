@@ -58,7 +58,7 @@ def choose_num_splits(num_tiles: int, num_keys: int, num_sms: int, block_m: int,
     num_splits = num_sms * (2 if is_small else 1) // num_tiles
     if block_m == 64 and head_dim <= 128:
         num_splits = min(num_splits, MAX_WIDE_SPLITS)
-    if num_splits == 1 and num_keys > LONG_CHUNK:
+    if num_splits <= 1 and num_keys > LONG_CHUNK:
         num_splits = 2
     return max(1, min(num_splits, -(-num_keys // MIN_CHUNK)))
 

@@ -1,0 +1,78 @@
+"""triton_split against the best library call of each cell, from a committed run of `labkit run attention --preset full`.
+
+    python benchmarks/attention_targets.py [RUN.parquet]
+
+Prints, per shape and q_len, the ratio of median times with the interval of resampled rounds, the geometric mean over
+the 108 cells, the cells whose interval lies wholly above 1.05, the share of a pure read at 128K tokens, and how narrow
+the intervals are. Ratios are taken within the run, whose rounds interleave all backends of a cell.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from labkit.paths import RUNS
+
+LIBRARIES = ("flashinfer_fa2", "flashinfer_fa3", "flashinfer_auto", "flashinfer_decode", "fa3")
+NUM_RESAMPLES = 2000
+
+
+def resampled_medians(samples_ms: np.ndarray, picks: np.ndarray) -> np.ndarray:
+    """Medians of the resampled rounds; ``picks`` [resamples, rounds] is shared by the backends of a cell."""
+    return np.median(samples_ms[picks], axis=1)
+
+
+def main() -> None:
+    """Read the run and print the table."""
+    runs = sorted((RUNS / "attention" / "nvidia-h200").glob("*.parquet"))
+    path = Path(sys.argv[1]) if len(sys.argv) > 1 else runs[-1]
+    rows = pd.read_parquet(path)
+    rows = rows[rows["status"] == "ok"]
+    calibration = json.loads(path.with_suffix(".json").read_text())["calibration"]
+    generator = np.random.default_rng(0)
+
+    target = rows[~rows["group"].str.contains(":")]  # the first grid of the preset
+    cells = []
+    for _, cell in target.groupby("group"):
+        times = {name: part.sort_values("round")["attention_ms"].to_numpy() for name, part in cell.groupby("backend")}
+        best = min((name for name in times if name in LIBRARIES), key=lambda name: float(np.median(times[name])))
+        picks = generator.integers(len(times[best]), size=(NUM_RESAMPLES, len(times[best])))
+        ratios = resampled_medians(times["triton_split"], picks) / resampled_medians(times[best], picks)
+        first = cell.iloc[0]
+        heads = f"{first.num_qo_heads}/{first.num_kv_heads}/{first.head_dim}"
+        low, high = np.percentile(ratios, [2.5, 97.5])
+        ratio = np.median(times["triton_split"]) / np.median(times[best])
+        cells.append((heads, first.q_len, int(first.context_len), first.batch_size, best, ratio, low, high))
+    table = pd.DataFrame(cells, columns=["heads", "q_len", "context", "batch", "best library", "ratio", "low", "high"])
+    with pd.option_context("display.width", 200):
+        shown = table.pivot_table(index=["heads", "q_len"], columns=["context", "batch"], values="ratio")
+        print(shown.round(3).to_string())
+    print(f"\n{path.name}: {len(table)} cells, geometric mean {np.exp(np.log(table['ratio']).mean()):.3f}")
+    slower = table[table["low"] > 1.05]
+    print(f"wholly above 1.05: {len(slower)} cells")
+    print(slower.round(3).to_string(index=False))
+
+    long = rows[(rows["context_len"] == 131072) & (rows["batch_size"] == 1) & (rows["kv_dtype"] == "bfloat16")]
+    long = long[long["backend"] == "triton_split"]
+    medians = long.groupby(["num_qo_heads", "num_kv_heads", "head_dim", "q_len"])["gb_per_s"].median()
+    print("\nshare of a pure read at 128K, batch 1 (read bandwidth of the run:", calibration["read_gb_per_s"], "GB/s)")
+    print((medians / calibration["read_gb_per_s"]).round(3).unstack("q_len").to_string())
+
+    widths = []
+    for _, cell in rows.groupby(["group", "backend"]):
+        times_ms = cell["attention_ms"].to_numpy()
+        if np.median(times_ms) > 0.02:
+            picks = generator.integers(len(times_ms), size=(500, len(times_ms)))
+            low, high = np.percentile(resampled_medians(times_ms, picks), [2.5, 97.5])
+            widths.append((high - low) / 2 / np.median(times_ms))
+    share = np.mean(np.array(widths) <= 0.02)
+    print(f"\ninterval half-width at most 2 %: {share:.1%} of {len(widths)} points above 20 us")
+
+
+if __name__ == "__main__":
+    main()
