@@ -1,4 +1,4 @@
-"""triton_split against the best library call of each cell, from a committed run of `labkit run attention --preset full`.
+"""triton_split against the best library of each cell, from a run of `labkit run attention --preset full`.
 
     python benchmarks/attention_targets.py [RUN.parquet]
 
