@@ -28,7 +28,7 @@ def _short(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def _read_bandwidth(device: str) -> dict[str, Any]:
+def read_bandwidth(device: str) -> dict[str, Any]:
     """1e9 B/s of a pure read: the sum over a buffer at least eight times the last-level cache."""
     import torch
 
@@ -96,7 +96,7 @@ def calibrate(device: str = "cpu") -> dict[str, Any]:
     """
     import torch
 
-    read = _read_bandwidth(device)
+    read = read_bandwidth(device)
     matrix = {dtype: _matrix_rate(device, dtype) for dtype in _MATRIX_DTYPES}
     return {
         "device": device,
