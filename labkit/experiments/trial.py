@@ -1,0 +1,168 @@
+"""`labkit try`: is a backend right, how fast is it here, and how far from the floor and from another backend?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from labkit.attention_table import cell_table
+from labkit.axes import parse_axes
+from labkit.errors import InputError, Unsupported, WrongResult
+from labkit.experiments import attention, common
+from labkit.ratios import ratio_table
+from labkit.shapes import AttentionShape, model_shape
+from labkit.style import format_tokens
+
+# Small enough for the whole trial to take less than 30 s; longer contexts are a `--set context_len=` away.
+AXES: dict[str, common.Axes] = {
+    "cpu": {"context_len": [512, 4096], "q_len": [1, 5], "num_rounds": [9]},
+    "gpu": {"context_len": [4096, 32768, 131072], "q_len": [1, 8], "num_rounds": [21]},
+}
+
+
+def odd_shapes(model: str, q_dtype: str) -> list[AttentionShape]:
+    """A few sizes at which kernels break: one key, a full page and a key more, ragged batches, a verify block."""
+    heads = model_shape(model)
+    return [
+        AttentionShape(
+            batch_size=len(contexts), q_len=q_len, context_len=contexts, num_qo_heads=heads.num_qo_heads,
+            num_kv_heads=heads.num_kv_heads, head_dim=heads.head_dim, page_size=page_size, q_dtype=q_dtype,
+        )
+        for q_len, contexts, page_size in (
+            (1, (0,), 16), (1, (127, 16, 300), 16), (5, (128, 0, 59), 1), (8, (1000, 333), 16), (17, (110, 0), 64),
+        )
+    ]  # fmt: skip
+
+
+def try_backend(
+    backend: str, *, against: str | None = None, assignments: list[str] | None = None, full: bool = False
+) -> dict[str, Any]:
+    """Check a backend on odd shapes (``full``: `labkit.experiments.matrix.full_matrix`), then time it.
+
+    Parameters
+    ----------
+    against
+        Another backend to time in the same rounds.
+    assignments
+        ``axis=v,..`` in place of the defaults; the axes are those of `labkit run attention`.
+
+    Returns
+    -------
+    dict
+        backend, against, device, read_gb_per_s (measured now), num_right, unsupported (reason -> shapes), faults
+        (request, query_row, head, key_tile of each wrong shape) and cells: context_len, q_len, batch_size, backend,
+        attention_us, over_floor, num_programs, num_splits, kernel, ratio with ratio_low and ratio_high (time over that
+        of ``against``, same rounds, 95%), or why a cell has no time. A wrong backend is not timed.
+
+    Raises
+    ------
+    InputError
+        Unknown backend or axis; ``against`` is the backend itself.
+    BackendUnavailable
+        One of them cannot run on this machine.
+    """
+    from labkit.calibrate import read_bandwidth
+    from labkit.experiments.matrix import check_shapes, full_matrix
+
+    if backend == against:
+        raise InputError(f"--against must name another backend, got {against!r}")
+    kind, device = common.auto_preset(), common.device()
+    preset = attention.PRESETS[kind] | AXES[kind]
+    axes = preset | parse_axes(assignments or [], preset) | {"backend": [backend, *([against] if against else [])]}
+    points = attention.points(kind, **axes)
+    shapes = list(full_matrix()) if full else odd_shapes(axes["model"][0], axes["q_dtype"][0])
+    checked = check_shapes(backend, shapes, device=device)
+    bandwidth = read_bandwidth(device)["median"]
+    cells = _timed(points, bandwidth, against) if not checked.faults else []
+    wrong = [cell for cell in cells if cell.get("status") == "wrong" and cell["backend"] == backend]
+    return {
+        "backend": backend, "against": against, "device": device, "read_gb_per_s": bandwidth,
+        "correct": not checked.faults and not wrong, "num_right": checked.num_right, "worst_error": checked.worst_error,
+        "unsupported": dict(checked.unsupported), "faults": checked.faults, "cells": cells, "text": checked.to_text(),
+    }  # fmt: skip
+
+
+def _timed(points: list[dict[str, Any]], bandwidth: float, against: str | None) -> list[dict[str, Any]]:
+    """Every cell of the points, in turn: its backends interleaved, one record per backend."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for point in points:
+        groups.setdefault(point["group"], []).append(point)
+    records = []
+    for cell in groups.values():
+        frames = []
+        for point, outcome in zip(cell, attention.measure(cell), strict=True):
+            if isinstance(outcome, Exception):
+                records.append(point | {"status": _status(outcome), "reason": str(outcome)})
+                continue
+            frames.append(pd.DataFrame([point | sample for sample in outcome]).assign(run_id="now", status="ok"))
+        if not frames:
+            continue
+        rows = pd.concat(frames, ignore_index=True)
+        table = cell_table(rows, bandwidth).assign(status="ok", ratio=np.nan, ratio_low=np.nan, ratio_high=np.nan)
+        other = rows[rows["backend"] == against]
+        if len(frames) > 1:
+            ratio = ratio_table(other, rows[rows["backend"] != against], ignoring=["backend"]).iloc[0]
+            names = ["ratio", "ratio_low", "ratio_high"]
+            table.loc[table["backend"] != against, names] = ratio[names].to_numpy(float)
+        plain = table.astype(object).where(table.notna(), None)
+        records += [dict(zip(plain.columns, row, strict=True)) for row in plain.itertuples(index=False, name=None)]
+    return records
+
+
+def _status(error: Exception) -> str:
+    """wrong or unsupported; what is neither is a fault of the backend's own and is not hidden."""
+    if isinstance(error, WrongResult):
+        return "wrong"
+    if isinstance(error, Unsupported):
+        return "unsupported"
+    raise error
+
+
+def render(found: dict[str, Any]) -> str:
+    """The outcome as text: what was checked, then one line per cell and backend."""
+    lines = [f"{found['backend']} on {found['device']}: {found['text']}"]
+    if not found["cells"]:
+        return "\n".join(lines)
+    versus = f"{'  vs ' + found['against'] if found['against'] else ''}"
+    lines += [
+        f"read bandwidth now {found['read_gb_per_s']:,.0f} GB/s; floor: keys and values read once; median times",
+        f"{'context':>8} {'q':>3} {'batch':>5}  {'backend':<18} {'us':>10} {'x floor':>8} {'programs':>8} {'splits':>6}"
+        f"{versus:<24}  kernel",
+    ]
+    for cell in found["cells"]:
+        head = (
+            f"{format_tokens(cell['context_len']):>8} {cell['q_len']:>3} {cell['batch_size']:>5}  {cell['backend']:<18}"
+        )
+        if cell["status"] != "ok":
+            lines.append(f"{head} {cell['status']}: {cell['reason']}")
+            continue
+        ratio = ""
+        if cell["ratio"] is not None:
+            ratio = f"  {cell['ratio']:.2f} [{cell['ratio_low']:.2f}, {cell['ratio_high']:.2f}]"
+        programs, splits = (
+            "-" if cell[name] is None else f"{cell[name]:.0f}" for name in ("num_programs", "num_splits")
+        )
+        lines.append(
+            f"{head} {cell['attention_us']:>10,.1f} {cell['over_floor']:>8.2f} {programs:>8} {splits:>6}"
+            f"{ratio:<{24 if versus else 0}}  {cell['kernel']}"
+        )
+    return "\n".join(lines)
+
+
+def run_from_arguments(arguments: argparse.Namespace) -> int:
+    """`labkit try` with parsed arguments. 0 when the backend is right, else 1."""
+    if arguments.backend_file:
+        from labkit.attention.api import load_backend_file
+
+        load_backend_file(arguments.backend_file)
+    found = try_backend(
+        arguments.backend, against=arguments.against, assignments=arguments.assignments, full=arguments.full
+    )
+    text = render(found)
+    del found["text"]
+    print(json.dumps(found, indent=1, default=str, allow_nan=False) if arguments.json else text)
+    return 0 if found["correct"] else 1
