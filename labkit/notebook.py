@@ -57,7 +57,7 @@ class Session:
             # The experiments measure, so they need torch; reading stored runs does not.
             module = import_module(f"labkit.experiments.{experiment}")
             result = module.run(self.preset, out_dir=Path(self.out_dir) if self.out_dir else None)
-            found = find_runs(experiment, result.path)
+            found = find_runs(experiment, result.path, *result.earlier)
         else:
             found = _one_device(find_runs(experiment, *filter(None, [self.data_dir])), self.preset)
         self.used.extend(run.path for run in found if run.path not in self.used)

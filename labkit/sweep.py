@@ -39,13 +39,17 @@ CALIBRATE_TIMEOUT_S = 180.0
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a sweep left: ``path`` of the Parquet file, points by status, points not yet measured."""
+    """What a sweep left: ``path`` of the Parquet file, points by status, points not yet measured.
+
+    ``earlier`` are the files of runs of the same points with other versions of a backend (only with ``reuse``).
+    """
 
     run_id: str
     path: Path
     counts: dict[str, int]
     num_measured: int
     num_left: int
+    earlier: tuple[Path, ...] = ()
 
     @property
     def complete(self) -> bool:
@@ -125,6 +129,18 @@ def _find_or_create(folder: Path, header: dict[str, Any], resume: bool) -> Journ
         return create_journal(folder, header)
     finally:
         os.close(handle)
+
+
+def _earlier(folder: Path, header: dict[str, Any]) -> dict[Path, set[str]]:
+    """Runs of the same points and environment with another version of a backend: file -> final points, newest first."""
+    found = {}
+    for path in sorted(folder.glob("*.jsonl"), reverse=True):
+        known = read_header(path) or {}
+        same = all(known.get(name) == header[name] for name in ("points_digest", "environment_digest"))
+        if same and known["plan_digest"] != header["plan_digest"]:
+            with open_journal(path) as journal:
+                found[path.with_suffix(".parquet")] = {key for key in journal.attempts if journal.is_final(key)}
+    return found
 
 
 class _Budget:
@@ -248,6 +264,7 @@ def _header(
         "experiment": experiment,
         "gpu": provenance["device"]["slug"],
         "plan_digest": digest([experiment, measure, sorted(keyed), seed]),
+        "points_digest": digest([experiment, measure, sorted(map(point_key, keyed.values())), seed]),
         "environment_digest": environment_digest(provenance, code_digest),
         "code_digest": code_digest,
         "num_points": len(keyed),
@@ -268,6 +285,7 @@ def run_sweep(
     device: str = "cpu",
     seed: int = 0,
     resume: bool = True,
+    reuse: bool = False,
     executor: str = "local",
     timeout_s: float = 600.0,
     budget_s: float | None = None,
@@ -304,6 +322,10 @@ def run_sweep(
     resume : bool
         Go on with the latest run of the same points, seed, measuring function and environment. Points that
         are ok, unsupported, oom or wrong stay; those that timed out, crashed or failed get one more attempt.
+    reuse : bool
+        With ``resume``: leave out points that a run of the same points and environment holds already, so that after
+        an edit of one backend only its points are measured, in a run of their own. They are then not interleaved
+        with the others, and no ratio is taken between them.
     executor : str
         ``local``: one worker process on this machine.
     timeout_s : float
@@ -348,6 +370,14 @@ def run_sweep(
     name = function_name(measure) if worker or isinstance(measure, str) else measure.__qualname__
     header = _header(keyed, experiment, name, provenance, code_digest, seed)
     folder = run_folder(out_dir, experiment, header["gpu"])
+    earlier = _earlier(folder, header) if reuse and resume else {}
+    num_asked, stored = len(keyed), set[str]().union(*earlier.values())
+    keyed = {key: point for key, point in keyed.items() if key not in stored}
+    if len(keyed) < num_asked:
+        say(f"{experiment}: {num_asked - len(keyed)} of {num_asked} points are stored in earlier runs")
+    if not keyed:
+        newest, *others = earlier
+        return RunResult(newest.stem, newest, {}, 0, 0, tuple(others))
     with _find_or_create(folder, header, resume) as journal:
         run = f"{experiment} {journal.header['run_id']}"
         num_done = sum(journal.is_final(key) for key in keyed)
@@ -380,4 +410,5 @@ def run_sweep(
         num_left = sum(key not in journal.attempts for key in keyed)
         if budget.stopped:
             say(f"{run}: budget of {budget_s:g} s, {num_left} of {len(keyed)} points left; run again to go on")
-        return RunResult(journal.header["run_id"], path, counts_by_status(journal), num_measured, num_left)
+        counts = counts_by_status(journal)
+        return RunResult(journal.header["run_id"], path, counts, num_measured, num_left, tuple(earlier))

@@ -143,7 +143,7 @@ def test_session_measures_when_told_to(tmp_path, monkeypatch):
 
     def run(preset, *, out_dir):
         asked.append((preset, out_dir))
-        return SimpleNamespace(path=path)
+        return SimpleNamespace(path=path, earlier=())
 
     monkeypatch.setitem(sys.modules, "labkit.experiments.acceptance", SimpleNamespace(run=run))
     session = Session(source="run", preset="ci", out_dir=str(tmp_path))

@@ -3,13 +3,16 @@
 import json
 import math
 import time
+from pathlib import Path
 
 import pytest
 
 from labkit.attention import api
 from labkit.attention.api import register_backend
+from labkit.attention_table import attention_table
 from labkit.cli import main
-from labkit.experiments import matrix, trial
+from labkit.experiments import attention, common, matrix, trial
+from labkit.results import load_runs
 
 RIGHT = """
 from labkit.attention.reference import oracle
@@ -150,3 +153,30 @@ def test_wrong_only_at_the_timed_size_is_exit_1():
     assert not found["correct"]
     assert [cell["status"] for cell in found["cells"]] == ["ok", "wrong"]
     assert "query row 0" in trial.render(found)
+
+
+def test_an_edited_backend_alone_is_measured_again_and_its_old_version_stays(tmp_path, backend_file):
+    def measure(text):
+        axes = {"model": ["tiny"], "context_len": [64, 128], "q_len": [1, 2], "num_rounds": [2]}
+        (name, path) = backend_file(text)
+        assert name == "--backend-file"
+        api.load_backend_file(path)
+        points = attention.points("ci", backend=["mine", "sdpa"], **axes)
+        return common.sweep("attention", points, out_dir=tmp_path / "runs", backend_file=Path(path), progress=False)
+
+    first = measure(RIGHT)
+    assert first.num_measured == 8
+    assert measure(RIGHT).num_measured == 0
+    edited = measure(RIGHT.replace('"num_programs": 7', '"num_programs": 8'))
+    assert edited.run_id != first.run_id
+    assert edited.earlier == (first.path,)
+    assert edited.counts == {"ok": 4}
+    rows = load_runs("attention", edited.path)
+    assert set(rows["backend"]) == {"mine"}
+    assert set(rows["num_programs"]) == {8}
+    table = attention_table(load_runs("attention", edited.path, *edited.earlier))
+    mine = table[table["backend"] == "mine"]
+    assert mine.groupby("newest")["num_programs"].first().to_dict() == {False: 7, True: 8}
+    assert table[table["backend"] == "sdpa"]["newest"].all()
+    back = measure(RIGHT)
+    assert (back.run_id, back.num_measured) == (first.run_id, 0)
