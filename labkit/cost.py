@@ -19,13 +19,19 @@ def attention_flops(shape: AttentionShape) -> int:
 
 
 def kv_bytes_read(shape: AttentionShape) -> int:
-    """Bytes of K and V in one layer, each counted once for all query tokens and all query heads that share it.
+    """Bytes of K and V in one layer, each counted once for all query tokens, query heads and requests that share it.
+
+    With a window only the keys that some row sees count.
 
     A kernel that walks the cache once per query token reads q_len times this, one that walks it per query head
     group_size times. Not counted: the page table, scales of a quantised cache, padding of the last page.
     """
     per_token = 2 * shape.num_kv_heads * shape.head_dim * dtype_bytes(str(shape.kv_dtype))
-    return per_token * sum(shape.kv_lens)
+    visible = shape.kv_lens
+    if shape.window is not None:
+        visible = tuple(min(kv_len, shape.window + shape.q_len - 1) for kv_len in visible)
+    shared_again = shape.shared_prefix_len * (shape.batch_size - 1)
+    return per_token * (sum(visible) - shared_again)
 
 
 def attention_bytes(shape: AttentionShape) -> int:

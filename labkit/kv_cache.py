@@ -37,6 +37,10 @@ class PagedKVCache:
         ``[num_layers, num_pages, page_size, num_kv_heads, head_dim]``. Slots without a token hold anything.
     page_table
         int32 ``[batch_size, max_pages]`` on `device`: page of each block of `page_size` tokens.
+    k_scale, v_scale
+        What the stored keys and values are multiplied with (1 unless the cache is quantised).
+    shared_prefix_len
+        Tokens at the start that lie in the same pages for all requests (`share_prefix`).
 
     Notes
     -----
@@ -79,6 +83,8 @@ class PagedKVCache:
         if page_order == "permuted" and generator is None:
             raise InputError("page_order 'permuted' needs a generator, got None")
         self.page_size, self.page_order = page_size, page_order
+        self.k_scale = self.v_scale = 1.0
+        self.shared_prefix_len = 0
         self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
         self.dtype, self.device = dtype, torch.device(device)
         max_pages = -(-max_context_len // page_size)
@@ -204,6 +210,20 @@ class PagedKVCache:
             for layer in storage:
                 values = torch.randn(shape, generator=generator, device=generator.device)
                 layer[pages] = values.to(self.device, self.dtype)
+
+    def share_prefix(self, num_tokens: int) -> None:
+        """Let all requests use the first request's pages for the first `num_tokens` tokens. Their own are left unused.
+
+        Raises
+        ------
+        ValueError
+            Not a whole number of pages.
+        """
+        if num_tokens % self.page_size:
+            raise ValueError(f"num_tokens must be a multiple of page_size={self.page_size}, got {num_tokens}")
+        self._host_table[:, : num_tokens // self.page_size] = self._host_table[0, : num_tokens // self.page_size]
+        self.shared_prefix_len = num_tokens
+        self._bind(self._host_table, self._requests)
 
     def clone(self) -> "PagedKVCache":
         """A deep copy with its own storage and lengths; of a view too (the whole pool is copied)."""

@@ -39,12 +39,14 @@ class AttentionShape:
 
     `context_len` counts the tokens in the cache before the step, per request: an int when all requests agree,
     else a tuple of `batch_size` ints. The call attends to ``kv_len = context_len + q_len`` keys with a
-    lower-right aligned causal mask.
+    lower-right aligned causal mask, of which a `window` keeps the last so many keys of each row. With `mask` ``"tree"``
+    the new tokens see their ancestors only. The first `shared_prefix_len` tokens lie in pages that all requests share.
 
     Raises
     ------
     InputError
-        A size is not an integer in range, the heads do not divide, or a dtype is unknown.
+        A size is not an integer in range, the heads do not divide, a dtype or mask is unknown, or the shared prefix
+        is longer than a context.
     """
 
     batch_size: int
@@ -56,6 +58,9 @@ class AttentionShape:
     page_size: int = 16
     q_dtype: str = "bfloat16"
     kv_dtype: str | None = None
+    mask: str = "causal"
+    window: int | None = None
+    shared_prefix_len: int = 0
 
     def __post_init__(self) -> None:
         _at_least(
@@ -77,6 +82,13 @@ class AttentionShape:
             _at_least(0, context_len=context_len)
         if self.kv_dtype is None:
             object.__setattr__(self, "kv_dtype", self.q_dtype)
+        if self.mask not in ("causal", "tree"):
+            raise InputError(f"mask must be causal or tree, got {self.mask!r}")
+        if self.window is not None:
+            _at_least(1, window=self.window)
+        _at_least(0, shared_prefix_len=self.shared_prefix_len)
+        if self.shared_prefix_len > min(self.context_lens):
+            raise InputError(f"shared_prefix_len must be within every context, got {self.shared_prefix_len}")
         dtype_bytes(self.q_dtype)
         dtype_bytes(str(self.kv_dtype))
 

@@ -68,7 +68,7 @@ def test_every_layer_and_new_query(generator):
         for layer in range(3):
             out = torch.full_like(q, math.nan)
             call.run(other, layer, out)
-            assert max_error(out, oracle(other, cache, layer, 0.125)[0]) < 1e-5
+            assert max_error(out, oracle(other, cache, layer)[0]) < 1e-5
 
 
 def test_rows_of_a_larger_cache(generator):
@@ -95,7 +95,7 @@ def test_oracle_equals_a_plain_softmax(generator, heads, monkeypatch):
     """Against PyTorch in float64 with K and V laid out by a plain loop over tokens; small chunks of keys."""
     monkeypatch.setattr("labkit.attention.reference.KEYS_PER_CHUNK", 16)
     q, cache = make_inputs(make_shape(4, (0, 61), heads=heads, page_size=4), generator=generator)
-    out, lse = oracle(q, cache, 0, 0.125)
+    out, lse = oracle(q, cache, 0)
     for request, context_len in enumerate((0, 61)):
         slots = [(cache.page_table[request, t // 4], t % 4) for t in range(context_len + 4)]
         k, v = (torch.stack([side[0, page, place] for page, place in slots]).double() for side in (cache.k, cache.v))
@@ -112,18 +112,18 @@ def test_oracle_equals_a_plain_softmax(generator, heads, monkeypatch):
 @pytest.mark.parametrize("q_len", [1, 5])
 def test_inputs_show_a_page_that_was_skipped(generator, q_len, page_size):
     q, cache = make_inputs(make_shape(q_len, 1500, page_size=page_size), generator=generator)
-    ref, _ = oracle(q, cache, 0, 0.125)
+    ref, _ = oracle(q, cache, 0)
     for page in cache.page_table[0, : -(-(1500 + q_len) // page_size)].tolist():
         broken = cache.clone()
         broken.v[:, page] = 0
-        assert max_error(oracle(q, broken, 0, 0.125)[0], ref) > 0.02
+        assert max_error(oracle(q, broken, 0)[0], ref) > 0.02
 
 
 def test_eager_error_follows_the_dtype(generator):
     errors = []
     for dtype in ("float32", "float16", "bfloat16"):
         q, cache = make_inputs(make_shape(5, 200, dtype=dtype), generator=generator)
-        errors.append(max_error(eager(q, cache, 0, 0.125), oracle(q, cache, 0, 0.125)[0]))
+        errors.append(max_error(eager(q, cache, 0), oracle(q, cache, 0)[0]))
     assert errors[0] < 1e-5 < errors[1] < errors[2] < 0.02
 
 
@@ -165,7 +165,7 @@ def test_typical_kernel_mistakes_are_caught(generator, mistake):
             other.page_table = other.page_table.flip(1)
         elif mistake == "wrong_head":
             q = q.flip(2)
-        out.copy_(oracle(q, other, layer, 0.125)[0])
+        out.copy_(oracle(q, other, layer)[0])
 
     call = prepare(q, cache, backend="sdpa")
     call._run = broken

@@ -47,7 +47,7 @@ def make(q_len=2, batch_size=1, **changes):
 
 def test_unknown_backend_lists_the_names():
     q, cache = make()
-    known = "per_token, reference, sdpa, triton_nosplit, triton_split"
+    known = "fa3, .*flashinfer_fa2, .*per_token, reference, sdpa, .*triton_split"
     with pytest.raises(InputError, match=f"backend must be one of {known}, got 'fa9'"):
         prepare(q, cache, backend="fa9")
 

@@ -1,5 +1,6 @@
 """Prepare an attention call on a named backend. The only public module of this package beside `inputs`."""
 
+import functools
 import hashlib
 import importlib
 import importlib.metadata
@@ -24,22 +25,40 @@ ENTRY_POINT_GROUP = "labkit.attention"
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What to compute beside the shapes. The mask is always causal and lower-right aligned.
+    """What to compute beside the shapes. The mask is lower-right aligned and causal unless `tree` is given.
 
-    `sm_scale` multiplies the logits (default ``1 / sqrt(head_dim)``). `max_splits` caps the KV splits of the
-    backends that split; the others ignore it, as they would an engine's flag.
+    Attributes
+    ----------
+    sm_scale
+        Multiplies the logits; above 0, default ``1 / sqrt(head_dim)``.
+    max_splits
+        Caps the KV splits of the backends that split; the others ignore it, as they would an engine's flag.
+    window
+        Keys a row sees at most, its own included; None: all.
+    tree
+        int64 ``[batch_size, q_len]``, `q_len` at most 64: bit j of entry i is set where new token i sees new token j.
+        A token may only see itself and tokens before it; one that sees no new token (padding) is fully masked. All
+        others see the whole context.
     """
 
     sm_scale: float | None = None
     return_lse: bool = False
     max_splits: int | None = None
+    window: int | None = None
+    tree: Tensor | None = None
 
     def scale(self, head_dim: int) -> float:
         return 1.0 / math.sqrt(head_dim) if self.sm_scale is None else self.sm_scale
 
 
+DEFAULT_SPEC = AttentionSpec()
+
+
 class Run(Protocol):
-    """Attention of `q` over one layer of the prepared cache, into `out` (and `lse`)."""
+    """Attention of `q` over one layer of the prepared cache, into `out` (and `lse`).
+
+    It may have a method ``replan()``, which takes over new lengths of the cache without a new launch configuration.
+    """
 
     def __call__(self, q: Tensor, layer: int, out: Tensor, lse: Tensor | None) -> None: ...
 
@@ -64,19 +83,50 @@ _BACKENDS: dict[str, str | Backend] = {
         "reference": "reference",
         "sdpa": "backend_sdpa",
         "per_token": "backend_per_token",
-        "triton_nosplit": "backend_triton_nosplit",
         "triton_split": "backend_triton_split",
+        "triton_nosplit": "backend_triton_ladder",
+        "triton_ladder_split": "backend_triton_ladder",
+        "triton_ladder_packed": "backend_triton_ladder",
+        "triton_ladder_staged": "backend_triton_ladder",
+        "triton_per_token": "backend_triton_ladder",
+        "triton_decode8": "backend_triton_ladder",
+        "triton_segmented_2d": "backend_triton_ladder",
+        "triton_segmented_3d": "backend_triton_ladder",
+        "flashinfer_fa2": "backend_flashinfer",
+        "flashinfer_fa3": "backend_flashinfer",
+        "flashinfer_auto": "backend_flashinfer",
+        "flashinfer_decode": "backend_flashinfer_decode",
+        "flashinfer_cascade": "backend_flashinfer_cascade",
+        "fa3": "backend_fa3",
+        "fa3_nosplit": "backend_fa3",
+        "fa3_split": "backend_fa3",
+        "fa3_packed": "backend_fa3",
+        "fa3_unpacked": "backend_fa3",
+        "sdpa_flash": "backend_sdpa_kernel",
+        "sdpa_efficient": "backend_sdpa_kernel",
+        "sdpa_cudnn": "backend_sdpa_kernel",
+        "sdpa_math": "backend_sdpa_kernel",
+        "flex": "backend_flex",
     }.items()
 }
 
 
-def _from_module(module: ModuleType) -> Backend:
-    missing = [name for name in ("NAME", "supports", "prepare") if not hasattr(module, name)]
+def _from_module(module: ModuleType, name: str | None = None) -> Backend:
+    """The backend of a module, or the one of its ``VARIANTS`` (name -> options of `supports` and `prepare`)."""
+    variants = getattr(module, "VARIANTS", {})
+    needed = ("supports", "prepare") if name in variants else ("NAME", "supports", "prepare")
+    missing = [needed_name for needed_name in needed if not hasattr(module, needed_name)]
     if missing:
         raise InputError(f"a backend module must define NAME, supports and prepare, {module.__name__} lacks {missing}")
     file = Path(str(module.__file__))
-    paths = [file, *(file.parent / name for name in getattr(module, "SOURCES", ()))]
-    return Backend(module.NAME, module.supports, module.prepare, tuple(path.read_text() for path in paths))
+    paths = [file, *(file.parent / source for source in getattr(module, "SOURCES", ()))]
+    options = variants.get(name, {})
+    return Backend(
+        name if name in variants else module.NAME,
+        functools.partial(module.supports, **options) if options else module.supports,
+        functools.partial(module.prepare, **options) if options else module.prepare,
+        tuple(path.read_text() for path in paths),
+    )
 
 
 def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
@@ -92,7 +142,7 @@ def _lookup(name: str) -> Backend:
         entry = points[name].value
     if isinstance(entry, str):
         try:
-            entry = _from_module(importlib.import_module(entry))
+            entry = _from_module(importlib.import_module(entry), name)
         except ImportError as error:
             raise BackendUnavailable(name, f"{type(error).__name__}: {error}") from error
         _BACKENDS[name] = entry
@@ -120,7 +170,7 @@ def register_backend(name: str, prepare_fn: Prepare, *, supports: Supports, sour
         The source of `prepare_fn` cannot be read and none was given.
     """
     known = _BACKENDS.get(name)
-    if isinstance(known, str) or (known is not None and known.prepare.__module__.startswith("labkit.attention.")):
+    if isinstance(known, str) or (known is not None and _module_of(known.prepare).startswith("labkit.attention.")):
         raise InputError(f"name must not be that of a built-in backend, got {name!r}")
     if source is None:
         try:
@@ -128,6 +178,10 @@ def register_backend(name: str, prepare_fn: Prepare, *, supports: Supports, sour
         except (OSError, TypeError) as error:
             raise ValueError(f"source must be given when prepare_fn's own cannot be read ({error})") from error
     _BACKENDS[name] = Backend(name, supports, prepare_fn, (source,))
+
+
+def _module_of(function: Callable[..., Any]) -> str:
+    return str(getattr(function, "func", function).__module__)
 
 
 def load_backend_file(path: str | Path) -> list[str]:
@@ -237,14 +291,38 @@ class PreparedAttention:
             raise ValueError(f"out must be contiguous, got strides {out.stride()}")
         self._run(q, layer, out, lse)
 
+    def replan(self) -> None:
+        """Take over the cache's present lengths, for a call that was captured in a graph and is replayed.
 
-def shape_of(q: Tensor, cache: PagedKVCache) -> AttentionShape:
+        Raises
+        ------
+        Unsupported
+            The backend must be prepared anew for other lengths.
+        """
+        replan = getattr(self._run, "replan", None)
+        if replan is None:
+            raise Unsupported(f"backend {self.backend!r} must be prepared again for other lengths")
+        replan()
+
+
+def _check_tree(tree: Tensor, q: Tensor) -> None:
+    batch_size, q_len = q.shape[:2]
+    if tree.shape != (batch_size, q_len) or tree.dtype != torch.int64 or tree.device != q.device or q_len > 64:
+        wanted = f"int64 [{batch_size}, {q_len}] on {q.device}, for at most 64 new tokens"
+        raise ValueError(f"tree must be {wanted}, got {tree.dtype} {list(tree.shape)} on {tree.device}")
+    later = torch.arange(q_len, device=q.device)[None, :] > torch.arange(q_len, device=q.device)[:, None]
+    sees = (tree[:, :, None] >> torch.arange(q_len, device=q.device)) & 1
+    if bool((sees.bool() & later).any()):
+        raise ValueError("tree: a token may only see itself and tokens before it")
+
+
+def shape_of(q: Tensor, cache: PagedKVCache, spec: AttentionSpec = DEFAULT_SPEC) -> AttentionShape:
     """The checked shape of a call: `q` ``[batch_size, q_len, num_qo_heads, head_dim]`` over `cache`.
 
     Raises
     ------
     ValueError
-        `q` and `cache` do not belong together, or the cache has no room for the `q_len` new tokens.
+        `q`, `cache` and the tree do not belong together, or the cache has no room for the `q_len` new tokens.
     """
     if q.dim() != 4:
         raise ValueError(f"q must be [batch_size, q_len, num_qo_heads, head_dim], got {tuple(q.shape)}")
@@ -264,7 +342,12 @@ def shape_of(q: Tensor, cache: PagedKVCache) -> AttentionShape:
         page_size=cache.page_size,
         q_dtype=str(q.dtype).removeprefix("torch."),
         kv_dtype=str(cache.dtype).removeprefix("torch."),
+        mask="causal" if spec.tree is None else "tree",
+        window=spec.window,
+        shared_prefix_len=cache.shared_prefix_len,
     )
+    if spec.tree is not None:
+        _check_tree(spec.tree, q)
     if max(shape.kv_lens) > cache.max_context_len:
         wanted = f"context_len + q_len must stay within max_context_len={cache.max_context_len}"
         raise ValueError(f"{wanted}, got {shape.context_len_max} + {q_len}")
@@ -276,7 +359,7 @@ def prepare(
     cache: PagedKVCache,
     *,
     backend: str,
-    spec: AttentionSpec = AttentionSpec(),
+    spec: AttentionSpec = DEFAULT_SPEC,
     out: Tensor | None = None,
 ) -> PreparedAttention:
     """Check the call, look the backend up and build its metadata once; nothing here is timed.
@@ -303,7 +386,7 @@ def prepare(
         The backend cannot run on this machine at all.
     """
     entry = _lookup(backend)
-    shape = shape_of(q, cache)
+    shape = shape_of(q, cache, spec)
     reason = entry.supports(shape, q.device.type)
     if reason:
         unusable = _unusable(entry)
@@ -312,6 +395,8 @@ def prepare(
         raise Unsupported(f"backend {backend!r} does not support {shape}: {reason}")
     if spec.max_splits is not None and spec.max_splits < 1:
         raise InputError(f"max_splits must be at least 1, got {spec.max_splits}")
+    if spec.sm_scale is not None and not spec.sm_scale > 0:
+        raise InputError(f"sm_scale must be above 0, got {spec.sm_scale}")
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     elif out.shape != q.shape or out.dtype != q.dtype or not out.is_contiguous():
@@ -324,7 +409,11 @@ def prepare(
 
 
 def max_error(out: Tensor, ref: Tensor) -> float:
-    """``max|out - ref| / max|ref|`` in float64; infinite when `out` holds a NaN or an infinity."""
-    difference = (out.double() - ref.double()).abs().max()
-    error = (difference / ref.double().abs().max()).item()
+    """``max|out - ref| / max|ref|`` in float64; infinite when `out` holds a NaN or an infinity that `ref` lacks."""
+    out, ref = out.double(), ref.double()
+    is_same = out == ref  # the lse of a row without a visible key is -inf in both
+    difference = torch.where(is_same, 0.0, out - ref).abs().max().item()
+    if difference == 0.0:
+        return 0.0
+    error = difference / ref[ref.isfinite()].abs().max().clamp(min=torch.finfo(torch.float64).tiny).item()
     return error if math.isfinite(error) else math.inf

@@ -21,7 +21,9 @@ KEYS_PER_CHUNK = 4096
 
 
 def dense_supports(shape: AttentionShape, device: str) -> str:
-    """16-bit and 32-bit floats, the same for q and the cache."""
+    """16-bit and 32-bit floats, the same for q and the cache; the causal mask without a window."""
+    if shape.mask != "causal" or shape.window is not None:
+        return "has the causal mask only, without a window"
     allowed = ("float32", "bfloat16", "float16")
     if shape.q_dtype not in allowed or shape.kv_dtype != shape.q_dtype:
         return f"scaled_dot_product_attention needs q and K/V in one of {', '.join(allowed)}"

@@ -1,17 +1,19 @@
 """Inputs that show a mistake, and the check of a call against the oracle. No timing without it."""
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from labkit.attention.api import AttentionSpec, PreparedAttention, max_error, prepare
+from labkit.attention.api import DEFAULT_SPEC, AttentionSpec, PreparedAttention, max_error, prepare
 from labkit.attention.reference import eager, oracle
 from labkit.errors import WrongResult
 from labkit.kv_cache import PagedKVCache
 from labkit.shapes import AttentionShape
 
-GARBAGE = 3000.0  # in slots without a token: finite in every dtype, ruinous when attended to
+GARBAGE = 400.0  # in slots without a token: finite in every dtype, ruinous when attended to
+FLOAT8_SCALES = {"k_scale": 0.5, "v_scale": 2.0}  # of a quantised cache: not 1, and not the same
 MIN_TOKENS_PER_PLANT = 16
 PLANTED_VALUE = 8.0
 LSE_LIMIT = 1e-4
@@ -53,15 +55,20 @@ def make_inputs(
         page_order=page_order,
         generator=generator,
     )
+    if shape.kv_dtype == "float8_e4m3fn":
+        cache.k_scale, cache.v_scale = FLOAT8_SCALES["k_scale"], FLOAT8_SCALES["v_scale"]
+    cache.share_prefix(shape.shared_prefix_len)
+    garbage = torch.full((shape.head_dim,), GARBAGE, device=device)
+    garbage[::2] *= -1
     for storage in (cache.k, cache.v):
-        storage.fill_(GARBAGE)[..., ::2].neg_()
+        storage.copy_(garbage.to(kv_dtype).expand(storage.shape))
     for layer in range(num_layers):
         for request, kv_len in enumerate(shape.kv_lens):
             k, v = _request_keys(q[request], kv_len, shape, generator)
             token = torch.arange(kv_len, device=device)
             page = cache.page_table[request].long()[token // shape.page_size]
-            cache.k[layer, page, token % shape.page_size] = k.to(kv_dtype)
-            cache.v[layer, page, token % shape.page_size] = v.to(kv_dtype)
+            cache.k[layer][page, token % shape.page_size] = (k / cache.k_scale).to(kv_dtype)
+            cache.v[layer][page, token % shape.page_size] = (v / cache.v_scale).to(kv_dtype)
     cache.advance(shape.context_lens)
     return q, cache
 
@@ -110,11 +117,39 @@ def verify_backend(
     return check(prepare(q, cache, backend=name, spec=spec), cache, spec)
 
 
-def check(call: PreparedAttention, cache: PagedKVCache, spec: AttentionSpec) -> float:
-    """Run a prepared call on layer 0 and compare it with the oracle on the same inputs.
+@dataclass(frozen=True)
+class Expected:
+    """What a call over `q` and layer 0 of a cache should give, made once for all backends.
 
-    A request passes when its error is at most twice that of eager attention in the same dtype plus rounding: one
-    rounding of the output and 128 of float32 (sums, fast exponentials). The lse passes below 1e-4.
+    Attributes
+    ----------
+    out, lse
+        Of the oracle, float64.
+    limits
+        Largest allowed error per request: twice that of eager attention in the same dtype, plus rounding: one rounding
+        of the output and 128 of float32 (sums, fast exponentials).
+    """
+
+    out: Tensor
+    lse: Tensor
+    limits: list[float]
+
+
+def expect(q: Tensor, cache: PagedKVCache, spec: AttentionSpec = DEFAULT_SPEC) -> Expected:
+    """The oracle's result on these inputs, and how far from it a backend may be."""
+    out, lse = oracle(q, cache, 0, spec)
+    plain = eager(q, cache, 0, spec)
+    rounding = torch.finfo(q.dtype).eps + 128 * torch.finfo(torch.float32).eps
+    return Expected(out, lse, [2 * max_error(plain[r], out[r]) + rounding for r in range(len(out))])
+
+
+def check(call: PreparedAttention, cache: PagedKVCache, spec: AttentionSpec, expected: Expected | None = None) -> float:
+    """Run a prepared call on layer 0 and compare it with the oracle on the same inputs; the lse passes below 1e-4.
+
+    Parameters
+    ----------
+    expected
+        `expect` of the same inputs and spec; made when None.
 
     Returns
     -------
@@ -127,20 +162,19 @@ def check(call: PreparedAttention, cache: PagedKVCache, spec: AttentionSpec) -> 
         Names the request, query row and head that are furthest off.
     """
     call()
-    sm_scale = spec.scale(call.q.shape[-1])
-    ref, ref_lse = oracle(call.q, cache, 0, sm_scale)
-    plain = eager(call.q, cache, 0, sm_scale)
-    rounding = torch.finfo(call.q.dtype).eps + 128 * torch.finfo(torch.float32).eps
+    expected = expect(call.q, cache, spec) if expected is None else expected
     errors = []
-    for request in range(len(ref)):
-        errors.append(max_error(call.out[request], ref[request]))
-        limit = 2 * max_error(plain[request], ref[request]) + rounding
+    for request, limit in enumerate(expected.limits):
+        out, ref = call.out[request], expected.out[request]
+        errors.append(max_error(out, ref))
         if errors[-1] > limit:
-            _wrong(call.backend, "error", errors[-1], limit, request, (call.out[request] - ref[request]).abs().amax(-1))
+            _wrong(call.backend, "error", errors[-1], limit, request, (out - ref).abs().amax(-1))
         if call.lse is not None:
-            lse_error = max_error(call.lse[request], ref_lse[request])
+            lse, lse_ref = call.lse[request], expected.lse[request]
+            lse_error = max_error(lse, lse_ref)
             if lse_error > LSE_LIMIT:
-                _wrong(call.backend, "lse error", lse_error, LSE_LIMIT, request, call.lse[request] - ref_lse[request])
+                difference = torch.where(lse == lse_ref, 0.0, lse - lse_ref)
+                _wrong(call.backend, "lse error", lse_error, LSE_LIMIT, request, difference)
     return max(errors)
 
 

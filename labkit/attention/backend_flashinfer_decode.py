@@ -1,0 +1,56 @@
+"""FlashInfer's decode wrapper with tensor cores: one query token per request."""
+
+from typing import Any
+
+from torch import Tensor
+
+from labkit.attention.api import AttentionSpec, Run
+from labkit.attention.flashinfer_plan import (
+    WORKSPACE_BYTES,
+    WrapperCall,
+    flashinfer_supports,
+    last_page_lens,
+    version,
+    workspace,
+)
+from labkit.kv_cache import PagedKVCache
+from labkit.shapes import AttentionShape
+
+NAME = "flashinfer_decode"
+SOURCES = ("flashinfer_plan.py",)
+
+
+def supports(shape: AttentionShape, device: str) -> str:
+    """As `flashinfer_supports`, for q_len 1: plan() of 0.6.6 has no argument for more."""
+    if shape.q_len > 1 or shape.mask != "causal":
+        return "takes one query token per request"
+    return flashinfer_supports(shape, device)
+
+
+def prepare(q: Tensor, cache: PagedKVCache, spec: AttentionSpec) -> tuple[Run, dict[str, Any]]:
+    """``plan`` once, ``run`` per layer."""
+    import flashinfer
+
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(q.device), "NHD", use_tensor_cores=True)
+    kv_lens = [n + 1 for n in cache.context_lens]
+    wrapper.plan(
+        cache.kv_indptr(kv_lens).cpu(),
+        cache.kv_indices(kv_lens),
+        last_page_lens(cache, kv_lens),
+        q.shape[2],
+        cache.num_kv_heads,
+        q.shape[3],
+        cache.page_size,
+        sm_scale=spec.scale(q.shape[3]),
+        window_left=-1 if spec.window is None else spec.window - 1,
+        q_data_type=q.dtype,
+        kv_data_type=cache.dtype,
+    )
+    info = {
+        "resolved_kernel": f"flashinfer {version()} paged decode, tensor cores",
+        "num_programs": None,
+        "num_splits": None,
+        "kv_passes": None,
+        "workspace_bytes": WORKSPACE_BYTES,
+    }
+    return WrapperCall(wrapper, cache), info
