@@ -52,7 +52,7 @@ def locate(backend: str, q: Tensor, cache: PagedKVCache, spec: AttentionSpec) ->
         # The weights are right: the row is the one whose output differs most.
         call = prepare(q, cache, backend=backend, spec=spec)
         call()
-        difference = (call.out - oracle(q, cache, 0, spec.scale(q.shape[-1]))[0]).abs().amax(-1)
+        difference = (call.out - oracle(q, cache, 0, spec)[0]).abs().amax(-1)
         return Fault(*_position(difference), key_tile=None)
     excess = torch.where(wrong, (got - wanted).abs().nan_to_num(nan=torch.inf), 0.0)
     request, row, head = _position(excess.sum(-1))
@@ -92,6 +92,7 @@ def _tile_weights(backend: str, q: Tensor, cache: PagedKVCache, spec: AttentionS
     another element, so that V of a wrong head cannot pass for the right one.
     """
     twin, head_dim = cache.clone(), q.shape[-1]
+    twin.v_scale = 1.0
     num_tiles = -(-(max(cache.context_lens) + q.shape[1]) // TILE)
     position = torch.arange(twin.max_context_len, device=q.device)
     heads = torch.arange(twin.num_kv_heads, device=q.device)
@@ -106,7 +107,7 @@ def _tile_weights(backend: str, q: Tensor, cache: PagedKVCache, spec: AttentionS
             twin.v[0, page, slot[1]] = indicator.to(twin.dtype)
         call = prepare(q, twin, backend=backend, spec=spec)
         call()
-        wanted = oracle(q, twin, 0, spec.scale(head_dim))[0]
+        wanted = oracle(q, twin, 0, spec)[0]
         tiles = torch.arange(min(head_dim, num_tiles - first), device=q.device)
         back = (tiles + of_head[:, None] * (head_dim // len(heads))) % head_dim
         for part, out in zip(parts, (call.out.double(), wanted), strict=True):
