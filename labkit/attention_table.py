@@ -1,5 +1,6 @@
 """Attention rows summarised for drawing: median time per cell, floor, share of the read bandwidth, slope."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -84,10 +85,9 @@ def attention_table(df: pd.DataFrame, read_gb_per_s: Bandwidth = None) -> pd.Dat
         if name in table and table[name].nunique(dropna=False) > 1:
             values = ", ".join(map(str, table[name].unique()))
             raise InputError(f"attention rows: want one {name}; got {values}; select one first")
-    version = table["backend_digest"].fillna("")
-    latest = table.sort_values("run_id").drop_duplicates("backend", keep="last")
-    newest_version = dict(zip(latest["backend"], latest["backend_digest"].fillna(""), strict=True))
-    table = table.assign(newest=version == table["backend"].map(newest_version))
+    version = table["backend_digest"].map(str)
+    latest = table.assign(version=version).sort_values("run_id").drop_duplicates("backend", keep="last")
+    table = table.assign(newest=version == table["backend"].map(latest.set_index("backend")["version"]))
     order = ["backend", "backend_digest", "q_len", "context_len"]
     table = table.sort_values([*order, "run_id"]).drop_duplicates(order, keep="last")
     return table.reset_index(drop=True)
@@ -143,10 +143,15 @@ def slope_text(slope: float) -> str:
     return f"{slope:+,.{digits}f} us per 1K"
 
 
+def path_name(kernel: Any) -> str:
+    """A kernel's name without what it counts (``8 calls``): what tells one path from another. "" when unknown."""
+    return re.sub(r"\b\d+\b", "#", kernel) if isinstance(kernel, str) else ""
+
+
 def kernel_segments(curve: pd.DataFrame) -> list[pd.DataFrame]:
-    """A curve in order of context, cut where the kernel that really ran changes."""
+    """A curve in order of context, cut where the kernel that really ran changes (`path_name`)."""
     curve = curve.sort_values("context_len")
-    kernel = curve["kernel"].fillna("")
+    kernel = curve["kernel"].map(path_name)
     return [part for _, part in curve.groupby((kernel != kernel.shift()).cumsum())]
 
 

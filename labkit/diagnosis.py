@@ -22,7 +22,6 @@ The thresholds are for a cold cache: one that holds the keys and values between 
 longer fit.
 """
 
-import re
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -30,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from labkit.attention_table import FIXED, calibrated, cell_table, read_bandwidths, slope_us_per_1k
+from labkit.attention_table import FIXED, calibrated, cell_table, path_name, read_bandwidths, slope_us_per_1k
 from labkit.style import format_tokens
 
 HEALTHY, JUMP, RENAMED, FIXED_SHARE = 2.0, 1.5, 1.25, 0.5
@@ -104,13 +103,8 @@ def _slope(curve: pd.DataFrame, num_sms: float | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _path(kernel: Any) -> str:
-    """A kernel's name without what it counts (``8 calls``)."""
-    return re.sub(r"\b\d+\b", "#", kernel) if isinstance(kernel, str) else ""
-
-
 def _jumps(short: pd.Series, long: pd.Series) -> bool:
-    limit = JUMP if _path(short["kernel"]) == _path(long["kernel"]) else RENAMED
+    limit = JUMP if path_name(short["kernel"]) == path_name(long["kernel"]) else RENAMED
     growth = long["attention_us"] / short["attention_us"]
     return bool(growth > limit * long["context_len"] / short["context_len"] or growth < 1 / limit)
 
@@ -173,10 +167,10 @@ def _changes_with_q(short: pd.Series, long: pd.Series) -> bool:
     if bound or not np.isfinite(slopes).all() or min(slopes) <= 0 or max(slopes) <= HEALTHY:
         return False
     growth = slopes[1] / slopes[0]
-    other = _path(short["kernel"]) != _path(long["kernel"]) or (short["num_splits"] == 1) != (long["num_splits"] == 1)
+    paths = [(path_name(row["kernel"]), row["num_splits"] == 1) for row in (short, long)]
     reads = long["kv_passes"] / short["kv_passes"]
     explained = reads * JUMP >= growth  # False where the number of reads is unknown
-    if other and not explained and max(growth, 1 / growth) > JUMP:
+    if paths[0] != paths[1] and not explained and max(growth, 1 / growth) > JUMP:
         return True
     return bool(growth > JUMP * long["q_len"] / short["q_len"] or growth < 1 / JUMP)
 
