@@ -28,7 +28,7 @@ FORMATS = ("svg", "pdf", "png")
 # Everything between stored rows and ink. A change in one of these makes a figure stale.
 DRAWING_CODE = (
     *("acceptance.py", "acceptance_join.py", "acceptance_positions.py", "attention_table.py", "breakeven.py"),
-    *("canvas.py", "cost.py", "crossovers.py", "curves.py", "figures.py"),
+    *("canvas.py", "cost.py", "crossovers.py", "curves.py", "figures.py", "plots_floor.py"),
     *("intervals.py", "labels.py", "panels.py", "plots.py", "plots_acceptance.py"),
     *("plots_attention.py", "rows.py", "shapes.py", "speedup.py", "step_costs.py"),
     "style.py",

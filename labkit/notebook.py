@@ -1,8 +1,10 @@
 """What every notebook starts from: committed or freshly measured rows, figures that are shown and saved."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -79,6 +81,15 @@ class Session:
     def show(self, fig: Figure, name: str) -> Figure | SavedFigure:
         """Save ``fig`` under ``figures_dir`` when there is one; the last line of a cell then shows what was saved."""
         return save_figure(fig, name, self.used, out_dir=self.figures_dir) if self.figures_dir else fig
+
+    def measured(self, make: Callable[..., Any], *args: Any, name: str = "", **options: Any) -> Any:
+        """``make(...)``, shown as figure ``name`` if it has one; where its rows are missing, one sentence instead."""
+        try:
+            made = make(*args, **options)
+        except InputError as error:
+            print(f"not drawn: {error}")
+            return None
+        return self.show(made, name) if name else made
 
 
 def _one_device(runs: list[StoredRun], preset: str) -> list[StoredRun]:

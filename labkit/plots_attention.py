@@ -143,7 +143,7 @@ def figure_attention(
     df, note = _chosen(df, backends)
     table = attention_table(df, bandwidth)
     options: dict[str, Any] = {
-        "q_len": _verify_q_len(table, q_len),
+        "q_len": verify_q_len(table, q_len),
         "read_gb_per_s": bandwidth,
         "cache_bytes": max(caches, default=None),
         "labels": labels,
@@ -188,7 +188,8 @@ def _chosen(df: pd.DataFrame, backends: Sequence[str] | None) -> tuple[pd.DataFr
     return df[df["backend"].isin(wanted)], note
 
 
-def _verify_q_len(table: pd.DataFrame, q_len: int | None) -> int:
+def verify_q_len(table: pd.DataFrame, q_len: int | None) -> int:
+    """``q_len``, or the largest of the table; InputError when it was not measured."""
     known = sorted(table["q_len"].unique())
     if q_len is not None and q_len not in known:
         raise InputError(f"q_len: want one of {', '.join(map(str, known))}; got {q_len}")
@@ -205,7 +206,7 @@ def _draw_curves(
     styles: Mapping[str, SeriesStyle] | None,
 ) -> tuple[EndLabels, pd.DataFrame]:
     """A column of every backend against context, labelled at the line ends; the labels, and the cells at ``q_len``."""
-    q_len = _verify_q_len(table, q_len)
+    q_len = verify_q_len(table, q_len)
     _prepare(ax, table, cache_bytes)
     ends, notes, is_time = EndLabels(ax), Notes(ax), column == "attention_us"
     styles = styles or series_styles(table["backend"].drop_duplicates())

@@ -23,7 +23,7 @@ NOTEBOOKS = sorted(paths.NOTEBOOKS.glob("*.ipynb"))
 PARAMETERS = {"source": "committed", "preset": "cpu", "data_dir": "", "out_dir": "", "figures_dir": ""}
 FIGURES = {
     "00_start_here": {"00_breakeven"},
-    "01_verify_attention": {"01_attention"},
+    "01_verify_attention": {"01_attention", "01_over_floor"},
     "03_acceptance": {"03_acceptance"},
     "04_breakeven": {"04_breakeven", "04_speedup"},
 }
