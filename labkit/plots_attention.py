@@ -69,7 +69,7 @@ def plot_attention_time(
         As `attention_table`; or ``q_len`` was not measured.
     """
     ax, table = axes_or_new(ax), attention_table(df, read_gb_per_s)
-    ends, verify = _draw_curves(ax, table, "attention_us", q_len, cache_bytes, labels, styles)
+    ends, verify = _draw_curves(ax, table, "attention_us", q_len, cache_bytes=cache_bytes, labels=labels, styles=styles)
     floor = verify.drop_duplicates("context_len").sort_values("context_len")
     if floor["floor_us"].notna().all():
         x, y = floor["context_len"].to_numpy(float), floor["floor_us"].to_numpy(float)
@@ -90,19 +90,17 @@ def plot_bandwidth_share(
     ax: Axes | None = None,
     q_len: int | None = None,
     read_gb_per_s: Bandwidth = None,
-    cache_bytes: float | None = None,
-    labels: Mapping[str, str] | None = None,
-    styles: Mapping[str, SeriesStyle] | None = None,
+    **options: Any,
 ) -> Axes:
     """Unique bytes per time as a share of the read bandwidth measured in the same run, against context, per backend.
 
     Solid at ``q_len``, thin dashes at q_len 1; the black line at 1 is the bandwidth. A share above 1 means that the
-    cache served a part. Parameters and errors as `plot_attention_time`; ``read_gb_per_s`` must be known here.
+    cache served a part. Parameters, options and errors as `plot_attention_time`; ``read_gb_per_s`` must be known here.
     """
     ax, table = axes_or_new(ax), attention_table(df, read_gb_per_s)
     if table["share"].isna().all():
         raise InputError("read_gb_per_s: want the read bandwidth of the run, for the share; got none")
-    ends, _ = _draw_curves(ax, table, "share", q_len, cache_bytes, labels, styles)
+    ends, _ = _draw_curves(ax, table, "share", q_len, **options)
     ax.axhline(1.0, color="0.0", linewidth=1.2, gid="guide", zorder=1.5)
     ends.add(ax.get_xlim()[1], 1.0, "read bandwidth", color="0.0")
     ax.set_ylim(0.0, max(1.08, 1.05 * table["share"].max()))
@@ -201,9 +199,10 @@ def _draw_curves(
     table: pd.DataFrame,
     column: str,
     q_len: int | None,
-    cache_bytes: float | None,
-    labels: Mapping[str, str] | None,
-    styles: Mapping[str, SeriesStyle] | None,
+    *,
+    cache_bytes: float | None = None,
+    labels: Mapping[str, str] | None = None,
+    styles: Mapping[str, SeriesStyle] | None = None,
 ) -> tuple[EndLabels, pd.DataFrame]:
     """A column of every backend against context, labelled at the line ends; the labels, and the cells at ``q_len``."""
     q_len = verify_q_len(table, q_len)

@@ -91,7 +91,16 @@ def test_wrong_backend_is_located_not_timed_and_exit_1(capsys, backend_file):
 def test_a_shape_that_is_not_supported_gives_its_reason_in_the_table(capsys, backend_file):
     arguments = ["--set", "context_len=64", "q_len=17", "num_rounds=2", "model=tiny"]
     assert main(["try", "mine", *backend_file(RIGHT), *arguments]) == 0
-    assert "unsupported: " in capsys.readouterr().out
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert " unsupported " in line
+    assert "needs q_len below 17" in line
+
+
+def test_nothing_checked_is_not_correct(capsys, backend_file):
+    assert main(["try", "mine", *backend_file(RIGHT.replace("< 17", "< 0")), *SMALL]) == 2  # on no machine
+    text = RIGHT.replace("shape.q_len < 17", "shape.batch_size == 1 and shape.num_kv_heads == 1")
+    assert main(["try", "mine", *backend_file(text), *SMALL]) == 1
+    assert "NOT CHECKED" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,13 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from labkit.attention.api import PreparedAttention, prepare
+import torch
+
+from labkit.attention.api import DEFAULT_SPEC, AttentionSpec, PreparedAttention, prepare
 from labkit.attention.inputs import WITH_LSE, check, make_inputs
 from labkit.attention.locate import locate
 from labkit.errors import Unsupported, WrongResult
+from labkit.kv_cache import PagedKVCache
 from labkit.progress import progress
 from labkit.shapes import AttentionShape
 
@@ -33,6 +36,7 @@ class Checked:
         """One line for the counts, one per reason and per fault."""
         total = self.num_right + len(self.faults)
         lines = [f"correct on {self.num_right} of {total} shapes, largest error {self.worst_error:.1e}"]
+        lines = lines if total else ["NOT CHECKED: no shape is supported"]
         lines += [f"  not supported, {count} shapes: {reason}" for reason, count in self.unsupported.most_common()]
         lines += [f"  WRONG {fault['shape']}: {fault['where']}; {fault['problem']}" for fault in self.faults]
         return "\n".join(lines)
@@ -48,8 +52,7 @@ def full_matrix() -> Iterator[AttentionShape]:
         DTYPES, HEAD_DIMS, GROUP_SIZES, PAGE_SIZES, Q_LENS, KV_LENS
     ):
         longest = kv_len - q_len
-        batches = [(longest, longest // 3, 0), (longest,)] if page_size == 16 else [(longest, longest // 3, 0)]
-        for contexts in batches if longest >= 0 else []:
+        for contexts in ((longest, longest // 3, 0), (longest,))[: 2 if page_size == 16 else 1] if longest >= 0 else ():
             yield AttentionShape(
                 batch_size=len(contexts), q_len=q_len, context_len=contexts, num_qo_heads=group_size * NUM_KV_HEADS,
                 num_kv_heads=NUM_KV_HEADS, head_dim=head_dim, page_size=page_size, q_dtype=q_dtype, kv_dtype=kv_dtype,
@@ -57,37 +60,30 @@ def full_matrix() -> Iterator[AttentionShape]:
 
 
 def check_shapes(
-    backend: str, shapes: Sequence[AttentionShape], *, device: str, seed: int = 0, max_faults: int = 3
+    backend: str, shapes: Sequence[AttentionShape], *, device: str, page_order: str = "permuted", max_faults: int = 3
 ) -> Checked:
-    """Compare a backend with the oracle on each shape, output and lse (output alone where it has no lse).
+    """Compare a backend with the oracle on each shape: output, and lse where it has one.
 
     Stops after ``max_faults`` wrong shapes. Progress goes to standard error.
 
     Raises
     ------
-    BackendUnavailable
-        It cannot run on this machine at all.
-    InputError
-        Unknown backend.
+    BackendUnavailable, InputError
+        It cannot run on this machine at all; there is no such backend.
     """
-    import torch
-
     found, bar = Checked(), progress(len(shapes), f"check {backend}")
-    for index, shape in enumerate(shapes):
+    for seed, shape in enumerate(shapes):
         bar.update()
-        generator = torch.Generator().manual_seed(seed + index)
+        generator = torch.Generator().manual_seed(seed)
+        q, cache = make_inputs(shape, generator=generator, device=device, page_order=page_order)
         try:
-            _probe(backend, shape, device)
+            call, spec = _prepared(backend, q, cache)
+            found.worst_error = max(found.worst_error, check(call, cache, spec))
+            found.num_right += 1
         except Unsupported as error:
             found.unsupported[str(error).rpartition("): ")[2]] += 1
-            continue
-        q, cache = make_inputs(shape, generator=generator, device=device)
-        call: PreparedAttention = prepare(q, cache, backend=backend, spec=WITH_LSE)
-        try:
-            found.worst_error = max(found.worst_error, check(call, cache, WITH_LSE))
-            found.num_right += 1
         except WrongResult as error:
-            fault = locate(backend, q, cache, WITH_LSE)
+            fault = locate(backend, q, cache, spec)
             found.faults.append({"shape": str(shape), "problem": str(error), "where": str(fault)} | fault._asdict())
             if len(found.faults) >= max_faults:
                 break
@@ -95,17 +91,9 @@ def check_shapes(
     return found
 
 
-def _probe(backend: str, shape: AttentionShape, device: str) -> None:
-    """Raise Unsupported before inputs are made for a shape that the backend cannot do."""
-    import torch
-
-    from labkit.kv_cache import PagedKVCache
-
-    cache = PagedKVCache(
-        num_layers=1, batch_size=shape.batch_size, max_context_len=max(shape.kv_lens) + shape.page_size,
-        num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, page_size=shape.page_size,
-        dtype=getattr(torch, str(shape.kv_dtype)), device=device,
-    )  # fmt: skip
-    cache.advance(shape.context_lens)
-    size = (shape.batch_size, shape.q_len, shape.num_qo_heads, shape.head_dim)
-    prepare(torch.zeros(size, dtype=getattr(torch, shape.q_dtype), device=device), cache, backend=backend)
+def _prepared(backend: str, q: torch.Tensor, cache: PagedKVCache) -> tuple[PreparedAttention, AttentionSpec]:
+    """With lse; without where that is what it does not support."""
+    try:
+        return prepare(q, cache, backend=backend, spec=WITH_LSE), WITH_LSE
+    except Unsupported:
+        return prepare(q, cache, backend=backend), DEFAULT_SPEC

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -43,27 +44,21 @@ def try_backend(
 ) -> dict[str, Any]:
     """Check a backend on odd shapes (``full``: `labkit.experiments.matrix.full_matrix`), then time it.
 
-    Parameters
-    ----------
-    against
-        Another backend to time in the same rounds.
-    assignments
-        ``axis=v,..`` in place of the defaults; the axes are those of `labkit run attention`.
+    ``against`` is timed in the same rounds; ``assignments`` (``axis=v,..``, axes of `labkit run attention`) replace
+    the defaults.
 
     Returns
     -------
     dict
-        backend, against, device, read_gb_per_s (measured now), num_right, unsupported (reason -> shapes), faults
-        (request, query_row, head, key_tile of each wrong shape) and cells: context_len, q_len, batch_size, backend,
-        attention_us, over_floor, num_programs, num_splits, kernel, ratio with ratio_low and ratio_high (time over that
-        of ``against``, same rounds, 95%), or why a cell has no time. A wrong backend is not timed.
+        backend, against, device, read_gb_per_s (measured now), correct, num_right, unsupported (reason -> shapes),
+        faults (request, query_row, head, key_tile of each wrong shape) and cells: those of `cell_table` with the ratio
+        of time to that of ``against`` (same rounds, 95% interval), or why a cell has no time. A wrong backend is not
+        timed, one that nothing could be checked on is not correct.
 
     Raises
     ------
-    InputError
-        Unknown backend or axis; ``against`` is the backend itself.
-    BackendUnavailable
-        One of them cannot run on this machine.
+    InputError, BackendUnavailable
+        Unknown backend or axis, ``against`` is the backend itself; one of them cannot run on this machine.
     """
     from labkit.calibrate import read_bandwidth
     from labkit.experiments.matrix import check_shapes, full_matrix
@@ -75,24 +70,22 @@ def try_backend(
     axes = preset | parse_axes(assignments or [], preset) | {"backend": [backend, *([against] if against else [])]}
     points = attention.points(kind, **axes)
     shapes = list(full_matrix()) if full else odd_shapes(axes["model"][0], axes["q_dtype"][0])
-    checked = check_shapes(backend, shapes, device=device)
+    order = "permuted" if full else axes["page_order"][0]
+    checked = check_shapes(backend, shapes, device=device, page_order=order)
     bandwidth = read_bandwidth(device)["median"]
     cells = _timed(points, bandwidth, against) if not checked.faults else []
-    wrong = [cell for cell in cells if cell.get("status") == "wrong" and cell["backend"] == backend]
-    return {
-        "backend": backend, "against": against, "device": device, "read_gb_per_s": bandwidth,
-        "correct": not checked.faults and not wrong, "num_right": checked.num_right, "worst_error": checked.worst_error,
-        "unsupported": dict(checked.unsupported), "faults": checked.faults, "cells": cells, "text": checked.to_text(),
-    }  # fmt: skip
+    own = {cell["status"] for cell in cells if cell["backend"] == backend}
+    correct = not checked.faults and "wrong" not in own and (checked.num_right > 0 or "ok" in own)
+    found = {"backend": backend, "against": against, "device": device, "read_gb_per_s": bandwidth, "correct": correct}
+    found |= {"num_right": checked.num_right, "worst_error": checked.worst_error, "faults": checked.faults}
+    return found | {"unsupported": dict(checked.unsupported), "cells": cells, "text": checked.to_text()}
 
 
 def _timed(points: list[dict[str, Any]], bandwidth: float, against: str | None) -> list[dict[str, Any]]:
     """Every cell of the points, in turn: its backends interleaved, one record per backend."""
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for point in points:
-        groups.setdefault(point["group"], []).append(point)
-    records = []
-    for cell in groups.values():
+    records: list[dict[str, Any]] = []
+    for _, group in groupby(points, key=lambda point: point["group"]):
+        cell = list(group)
         frames = []
         for point, outcome in zip(cell, attention.measure(cell), strict=True):
             if isinstance(outcome, Exception):
@@ -103,13 +96,13 @@ def _timed(points: list[dict[str, Any]], bandwidth: float, against: str | None) 
             continue
         rows = pd.concat(frames, ignore_index=True)
         table = cell_table(rows, bandwidth).assign(status="ok", ratio=np.nan, ratio_low=np.nan, ratio_high=np.nan)
-        other = rows[rows["backend"] == against]
+        is_other = rows["backend"] == against
         if len(frames) > 1:
-            ratio = ratio_table(other, rows[rows["backend"] != against], ignoring=["backend"]).iloc[0]
+            ratio = ratio_table(rows[is_other], rows[~is_other], ignoring=["backend"]).iloc[0]
             names = ["ratio", "ratio_low", "ratio_high"]
             table.loc[table["backend"] != against, names] = ratio[names].to_numpy(float)
         plain = table.astype(object).where(table.notna(), None)
-        records += [dict(zip(plain.columns, row, strict=True)) for row in plain.itertuples(index=False, name=None)]
+        records += [{str(name): value for name, value in row.items()} for _, row in plain.iterrows()]
     return records
 
 
@@ -127,29 +120,23 @@ def render(found: dict[str, Any]) -> str:
     lines = [f"{found['backend']} on {found['device']}: {found['text']}"]
     if not found["cells"]:
         return "\n".join(lines)
-    versus = f"{'  vs ' + found['against'] if found['against'] else ''}"
-    lines += [
-        f"read bandwidth now {found['read_gb_per_s']:,.0f} GB/s; floor: keys and values read once; median times",
-        f"{'context':>8} {'q':>3} {'batch':>5}  {'backend':<18} {'us':>10} {'x floor':>8} {'programs':>8} {'splits':>6}"
-        f"{versus:<24}  kernel",
-    ]
+    lines.append(
+        f"read bandwidth now {found['read_gb_per_s']:,.0f} GB/s; floor: keys and values read once; median times"
+    )
+    row = "{:>8} {:>3} {:>5}  {:<20} {:>10} {:>8} {:>8} {:>6}  {:<20}  {}"
+    versus = f"time / {found['against']}" if found["against"] else ""
+    lines.append(
+        row.format("context", "q", "batch", "backend", "us", "x floor", "programs", "splits", versus, "kernel")
+    )
     for cell in found["cells"]:
-        head = (
-            f"{format_tokens(cell['context_len']):>8} {cell['q_len']:>3} {cell['batch_size']:>5}  {cell['backend']:<18}"
-        )
+        where = [format_tokens(cell["context_len"]), cell["q_len"], cell["batch_size"], cell["backend"]]
         if cell["status"] != "ok":
-            lines.append(f"{head} {cell['status']}: {cell['reason']}")
+            lines.append(row.format(*where, cell["status"], "", "", "", "", cell["reason"]))
             continue
-        ratio = ""
-        if cell["ratio"] is not None:
-            ratio = f"  {cell['ratio']:.2f} [{cell['ratio_low']:.2f}, {cell['ratio_high']:.2f}]"
-        programs, splits = (
-            "-" if cell[name] is None else f"{cell[name]:.0f}" for name in ("num_programs", "num_splits")
-        )
-        lines.append(
-            f"{head} {cell['attention_us']:>10,.1f} {cell['over_floor']:>8.2f} {programs:>8} {splits:>6}"
-            f"{ratio:<{24 if versus else 0}}  {cell['kernel']}"
-        )
+        counts = ["-" if cell[name] is None else round(cell[name]) for name in ("num_programs", "num_splits")]
+        ratio = "" if cell["ratio"] is None else "{ratio:.2f} [{ratio_low:.2f}, {ratio_high:.2f}]".format(**cell)
+        time, over = f"{cell['attention_us']:,.1f}", f"{cell['over_floor']:.2f}"
+        lines.append(row.format(*where, time, over, *counts, ratio, cell["kernel"]))
     return "\n".join(lines)
 
 
@@ -162,7 +149,6 @@ def run_from_arguments(arguments: argparse.Namespace) -> int:
     found = try_backend(
         arguments.backend, against=arguments.against, assignments=arguments.assignments, full=arguments.full
     )
-    text = render(found)
-    del found["text"]
-    print(json.dumps(found, indent=1, default=str, allow_nan=False) if arguments.json else text)
+    shown = {name: value for name, value in found.items() if name != "text"}
+    print(json.dumps(shown, indent=1, default=str, allow_nan=False) if arguments.json else render(found))
     return 0 if found["correct"] else 1
