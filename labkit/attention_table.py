@@ -24,13 +24,7 @@ Bandwidth = float | Mapping[str, float] | None
 def cell_table(df: pd.DataFrame, read_gb_per_s: Bandwidth = None) -> pd.DataFrame:
     """One row per setting, run, backend, version of the backend (`backend_digest`), q_len and context.
 
-    Parameters
-    ----------
-    df
-        Attention rows, one per sample.
-    read_gb_per_s
-        Read bandwidth measured in the same run (1e9 bytes per second), or one per run_id; None or a run without one:
-        unknown.
+    ``read_gb_per_s`` is the read bandwidth measured in the same run (1e9 bytes per second), of all rows or per run_id.
 
     Returns
     -------
@@ -41,10 +35,7 @@ def cell_table(df: pd.DataFrame, read_gb_per_s: Bandwidth = None) -> pd.DataFram
         output are not counted), over_floor (attention_us / floor_us), share (unique bytes per time over that
         bandwidth), num_programs, num_splits, kv_passes, num_samples. NaN or None where unknown.
 
-    Raises
-    ------
-    InputError
-        No ok rows, or a column is missing.
+    Raises InputError when there are no ok rows or a column is missing.
     """
     rows = ok_rows(df, "attention", _NEEDED)
     rows = rows.assign(
@@ -73,12 +64,7 @@ def attention_table(df: pd.DataFrame, read_gb_per_s: Bandwidth = None) -> pd.Dat
     """`cell_table` of one setting, with one run per cell (the latest) and a column `newest`.
 
     A backend's newest version is the one measured last (run_ids sort by time); other versions of it stay in the
-    table with ``newest`` False. Sorted by backend, version, q_len and context.
-
-    Raises
-    ------
-    InputError
-        As `cell_table`; or rows of several settings: devices, shapes, page sizes, cache states.
+    table with ``newest`` False. Raises InputError as `cell_table`, and for rows of several settings.
     """
     table = cell_table(df, read_gb_per_s)
     for name in FIXED:
@@ -96,10 +82,7 @@ def attention_table(df: pd.DataFrame, read_gb_per_s: Bandwidth = None) -> pd.Dat
 def one_setting(df: pd.DataFrame, **wanted: Any) -> pd.DataFrame:
     """The rows with the ``wanted`` values, of the setting (`FIXED`) that has most cells; failed points included.
 
-    Raises
-    ------
-    InputError
-        No ok row has the wanted values; the message names the values there are.
+    Raises InputError when no ok row has the wanted values; the message names the values there are.
     """
     for name, value in wanted.items():
         known = ok_rows(df, "attention", [*FIXED[:1], name])[name]

@@ -50,12 +50,8 @@ class Diagnosis(NamedTuple):
 def slope_table(df: pd.DataFrame, sidecars: Mapping[str, Mapping[str, Any]] | None = None) -> pd.DataFrame:
     """One row per setting, run, backend, version and q_len: how time grows with context.
 
-    Parameters
-    ----------
-    df
-        Attention rows, one per sample, of any number of settings.
-    sidecars
-        run_id -> sidecar; their calibration has the read bandwidth and the number of SMs.
+    ``df`` holds attention rows, one per sample, of any number of settings; the calibration in ``sidecars`` (run_id ->
+    sidecar) has the read bandwidth and the number of SMs.
 
     Returns
     -------
@@ -66,10 +62,7 @@ def slope_table(df: pd.DataFrame, sidecars: Mapping[str, Mapping[str, Any]] | No
         program per 64-key tile; NaN unless there is one split and the programs run at once), jump_at (context of the
         first jump), kernel, num_programs, num_splits, kv_passes (at the longest context) and num_sms. NaN: unknown.
 
-    Raises
-    ------
-    InputError
-        No ok rows, or a column is missing.
+    Raises InputError as `cell_table`.
     """
     cells = cell_table(df, read_bandwidths(sidecars or {}))
     num_sms = calibrated(sidecars or {}, "num_sms")
@@ -127,18 +120,15 @@ def diagnose(df: pd.DataFrame, sidecars: Mapping[str, Mapping[str, Any]] | None 
     records = []
     for key, rows in slopes.groupby(keys, dropna=False, sort=True):
         rows = rows.sort_values("q_len")
-        verify, decode = rows.iloc[-1], rows[rows["q_len"] == 1]
-        decode_slope = float(decode["slope_over_floor"].iloc[0]) if len(decode) else np.nan
-        found = _of_backend(rows)
-        names = ["fixed_us", "tile_us", "num_programs", "num_sms", "num_splits", "kv_passes", "kernel"]
-        records.append(
-            dict(zip(keys, key, strict=True))
-            | {"q_len": verify["q_len"], "decode_slope_over_floor": decode_slope}
-            | {"verify_slope_over_floor": verify["slope_over_floor"]}
-            | {"verify_decode_slope_ratio": verify["slope_over_floor"] / decode_slope}
-            | verify[names].to_dict()
-            | {"diagnosis": found.label, "sure": found.sure, "because": found.because}
-        )
+        verify, decode, found = rows.iloc[-1], rows[rows["q_len"] == 1]["slope_over_floor"], _of_backend(rows)
+        decode_slope = float(decode.iloc[0]) if len(decode) else np.nan
+        records.append({
+            **dict(zip(keys, key, strict=True)), "q_len": verify["q_len"], "decode_slope_over_floor": decode_slope,
+            "verify_slope_over_floor": verify["slope_over_floor"],
+            "verify_decode_slope_ratio": verify["slope_over_floor"] / decode_slope,
+            **verify[["fixed_us", "tile_us", "num_programs", "num_sms", "num_splits", "kv_passes", "kernel"]],
+            "diagnosis": found.label, "sure": found.sure, "because": found.because,
+        })  # fmt: skip
     return pd.DataFrame(records)
 
 

@@ -87,7 +87,7 @@ class Session:
         try:
             made = make(*args, **options)
         except InputError as error:
-            print(f"not drawn: {error}")
+            print(f"{make.__name__.replace('_', ' ')}: its rows are not there ({error})")
             return None
         return self.show(made, name) if name else made
 

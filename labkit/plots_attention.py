@@ -12,7 +12,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from labkit.attention_table import (
     Bandwidth,
@@ -29,7 +28,16 @@ from labkit.curves import by_name
 from labkit.errors import InputError
 from labkit.labels import EndLabels, Notes
 from labkit.rows import ok_rows
-from labkit.style import INK, TEXT_WIDTH_IN, SeriesStyle, attention_order, context_axis, series_styles, styled
+from labkit.style import (
+    INK,
+    TEXT_WIDTH_IN,
+    SeriesStyle,
+    attention_order,
+    context_axis,
+    log_us_axis,
+    series_styles,
+    styled,
+)
 
 _DASHED = (0, (3.0, 1.6))
 MAX_BACKENDS = 10
@@ -63,10 +71,7 @@ def plot_attention_time(
     cache_bytes
         Size of the last-level cache; the contexts whose keys and values fit into it are shaded.
 
-    Raises
-    ------
-    InputError
-        As `attention_table`; or ``q_len`` was not measured.
+    Raises InputError as `attention_table`, and when ``q_len`` was not measured.
     """
     ax, table = axes_or_new(ax), attention_table(df, read_gb_per_s)
     ends, verify = _draw_curves(ax, table, "attention_us", q_len, cache_bytes=cache_bytes, labels=labels, styles=styles)
@@ -76,9 +81,7 @@ def plot_attention_time(
         ax.plot(x, y, color="0.0", linewidth=1.2)
         ends.add(x[-1], y[-1], _with_slope("floor", slope_us_per_1k(x, y)), color="0.0")
     ax.set_yscale("log")
-    ax.yaxis.set_major_locator(LogLocator(numticks=8))
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-    ax.yaxis.set_minor_formatter(NullFormatter())
+    log_us_axis(ax.yaxis)
     ax.set_ylabel("attention time per layer (us)")
     return ax
 
@@ -131,22 +134,15 @@ def figure_attention(
     backends
         Which to draw; None: all, or the first `MAX_BACKENDS` of `labkit.style.attention_order`.
 
-    Raises
-    ------
-    InputError
-        As `plot_attention_time`; or one of ``backends`` was not measured.
+    Raises InputError as `plot_attention_time`, and when one of ``backends`` was not measured.
     """
     sidecars = sidecars or {}
     bandwidth, caches = read_bandwidths(sidecars), set(calibrated(sidecars, "cache_bytes").values())
     df, note = _chosen(df, backends)
     table = attention_table(df, bandwidth)
-    options: dict[str, Any] = {
-        "q_len": verify_q_len(table, q_len),
-        "read_gb_per_s": bandwidth,
-        "cache_bytes": max(caches, default=None),
-        "labels": labels,
-        "styles": series_styles(attention_order(table["backend"].unique())),
-    }
+    styles = series_styles(attention_order(table["backend"].unique()))
+    options: dict[str, Any] = {"q_len": verify_q_len(table, q_len), "read_gb_per_s": bandwidth, "labels": labels}
+    options |= {"cache_bytes": max(caches, default=None), "styles": styles}
     draws = [plot_attention_time] + ([plot_bandwidth_share] if table["share"].notna().any() else [])
     stacked = width_in <= 5
     shape = (len(draws), 1) if stacked else (1, len(draws))
@@ -206,7 +202,11 @@ def _draw_curves(
 ) -> tuple[EndLabels, pd.DataFrame]:
     """A column of every backend against context, labelled at the line ends; the labels, and the cells at ``q_len``."""
     q_len = verify_q_len(table, q_len)
-    _prepare(ax, table, cache_bytes)
+    context_axis(ax, table["context_len"].min(), table["context_len"].max())
+    limits, cached = ax.get_xlim(), fitting_context(table, cache_bytes or 0.0)
+    if cached > table["context_len"].min():
+        ax.axvspan(limits[0], min(cached, limits[1]), color="0.93", linewidth=0, zorder=0)
+        ax.set_xlim(limits)
     ends, notes, is_time = EndLabels(ax), Notes(ax), column == "attention_us"
     styles = styles or series_styles(table["backend"].drop_duplicates())
     for backend, rows in by_name(table, "backend"):
@@ -231,16 +231,6 @@ def _draw_curves(
             text = _with_slope(text, slope)
         ends.add(last["context_len"].iloc[-1], last[column].iloc[-1], text, color=style.color)
     return ends, table[table["q_len"] == q_len]
-
-
-def _prepare(ax: Axes, table: pd.DataFrame, cache_bytes: float | None) -> None:
-    context_axis(ax, table["context_len"].min(), table["context_len"].max())
-    if cache_bytes:
-        edge = fitting_context(table, cache_bytes)
-        low, high = ax.get_xlim()
-        if edge > table["context_len"].min():
-            ax.axvspan(low, min(edge, high), color="0.93", linewidth=0, zorder=0)
-            ax.set_xlim(low, high)
 
 
 def _draw_line(ax: Axes, part: pd.DataFrame, column: str, style: SeriesStyle, thin: bool) -> None:

@@ -5,15 +5,13 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from labkit.attention_table import Bandwidth, attention_table, cell_table, read_bandwidths
-from labkit.canvas import add_header, axes_or_new, freeze_layout, new_figure
+from labkit.canvas import add_header, freeze_layout, new_figure
 from labkit.errors import InputError
 from labkit.plots_attention import describe, verify_q_len
-from labkit.style import INK, NOTE_SIZE, TEXT_WIDTH_IN, format_tokens, series_styles, styled
+from labkit.style import INK, NOTE_SIZE, TEXT_WIDTH_IN, format_tokens, log_us_axis, series_styles, styled
 
 # Each rung changes one thing of the rung before.
 LADDER: Mapping[str, str] = {
@@ -33,10 +31,7 @@ def figure_over_floor(
 ) -> Figure:
     """Time over the floor as a table of backend and context, at ``q_len`` (the largest when None), best backend on top.
 
-    Raises
-    ------
-    InputError
-        As `labkit.plots_attention.plot_attention_time`, or no read bandwidth in any run.
+    Raises InputError as `labkit.plots_attention.plot_attention_time`, and without a read bandwidth.
     """
     bandwidth = read_bandwidths(sidecars)
     table = attention_table(df, bandwidth)
@@ -70,12 +65,8 @@ def ladder_table(
 ) -> pd.DataFrame:
     """The rungs of `LADDER` at one cell of one run, in order: `cell_table` rows with the `gain` over the rung before.
 
-    By default the cell with most rungs, of the longest context, largest q_len and latest run.
-
-    Raises
-    ------
-    InputError
-        No run holds two rungs at such a cell, or several settings.
+    By default the cell with most rungs, of the longest context, largest q_len and latest run. Raises InputError when
+    no run holds two rungs at such a cell, or for several settings.
     """
     attention_table(df)  # one setting
     cells = cell_table(df, read_gb_per_s)
@@ -93,9 +84,18 @@ def ladder_table(
 
 
 @styled
-def plot_ladder(table: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """A waterfall of `ladder_table`, us on a log axis: each bar is what one change takes away (or adds)."""
-    ax = axes_or_new(ax)
+def figure_ladder(
+    df: pd.DataFrame, *, sidecars: Sidecars, q_len: int | None = None, context_len: float | None = None,
+    width_in: float = TEXT_WIDTH_IN,
+) -> Figure:  # fmt: skip
+    """A waterfall of `ladder_table`, us on a log axis: each bar is what one change takes away (or adds).
+
+    Parameters and errors as `ladder_table`.
+    """
+    bandwidth = read_bandwidths(sidecars)
+    table = ladder_table(df, bandwidth, q_len=q_len, context_len=context_len)
+    figure = new_figure(width_in, 1.15 + 0.34 * len(table))
+    ax = figure.subplots()
     color, before = series_styles(["triton_split"])["triton_split"].color, table["attention_us"].iloc[0]
     low = table[["attention_us", "floor_us"]].min().min() / 1.5
     for index, (_, row) in enumerate(table.iterrows()):
@@ -111,24 +111,9 @@ def plot_ladder(table: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     ax.set_xscale("log")
     ax.set(xlim=(low, table["attention_us"].max() * 5), ylim=(len(table) - 0.45, -0.55))
     ax.set_yticks(range(len(table)), [f"{name}\n{LADDER[name]}" for name in table["backend"]])
-    ax.xaxis.set_major_locator(LogLocator(numticks=6))
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-    ax.xaxis.set_minor_formatter(NullFormatter())
+    log_us_axis(ax.xaxis)
     ax.set_xlabel("attention time per layer (us); black: floor, keys and values read once")
     ax.grid(visible=False, axis="y")
-    return ax
-
-
-@styled
-def figure_ladder(
-    df: pd.DataFrame, *, sidecars: Sidecars, q_len: int | None = None, context_len: float | None = None,
-    width_in: float = TEXT_WIDTH_IN,
-) -> Figure:  # fmt: skip
-    """`plot_ladder` of one cell of one setting; parameters and errors as `ladder_table`."""
-    bandwidth = read_bandwidths(sidecars)
-    table = ladder_table(df, bandwidth, q_len=q_len, context_len=context_len)
-    figure = new_figure(width_in, 1.15 + 0.34 * len(table))
-    plot_ladder(table, ax=figure.subplots())
     where = f"q_len {table['q_len'].iloc[0]}, context {format_tokens(table['context_len'].iloc[0])} · "
     missing = [name for name in LADDER if name not in set(table["backend"])]
     note = f" · not measured there: {', '.join(missing)}" if missing else ""

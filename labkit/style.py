@@ -13,8 +13,9 @@ from typing import ParamSpec, TypeVar
 
 import matplotlib.style
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.colors import to_rgb
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter
 
 COLUMN_WIDTH_IN = 3.4
 TEXT_WIDTH_IN = 7.0
@@ -234,6 +235,13 @@ def context_axis(ax: Axes, low: float, high: float, *, label: bool = True, max_t
     ax.xaxis.set_minor_formatter(NullFormatter())
     if label:
         ax.set_xlabel("context length (tokens)")
+
+
+def log_us_axis(axis: Axis) -> None:
+    """Times of an axis as whole numbers at powers of ten, once its scale is logarithmic."""
+    axis.set_major_locator(LogLocator(numticks=8))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def text_color(color: str) -> tuple[float, float, float]:

@@ -323,9 +323,8 @@ def run_sweep(
         Go on with the latest run of the same points, seed, measuring function and environment. Points that
         are ok, unsupported, oom or wrong stay; those that timed out, crashed or failed get one more attempt.
     reuse : bool
-        With ``resume``: leave out points that a run of the same points and environment holds already, so that after
-        an edit of one backend only its points are measured, in a run of their own. They are then not interleaved
-        with the others, and no ratio is taken between them.
+        With ``resume``: leave out points that a run of the same points and environment holds already. After an edit of
+        one backend only its points are measured, in a run of their own, not interleaved with the others.
     executor : str
         ``local``: one worker process on this machine.
     timeout_s : float
@@ -410,5 +409,5 @@ def run_sweep(
         num_left = sum(key not in journal.attempts for key in keyed)
         if budget.stopped:
             say(f"{run}: budget of {budget_s:g} s, {num_left} of {len(keyed)} points left; run again to go on")
-        counts = counts_by_status(journal)
-        return RunResult(journal.header["run_id"], path, counts, num_measured, num_left, tuple(earlier))
+        left = num_measured, num_left, tuple(earlier)
+        return RunResult(journal.header["run_id"], path, counts_by_status(journal), *left)

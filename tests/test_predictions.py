@@ -93,7 +93,7 @@ def test_published_growth_beside_the_measured_one():
     assert table.loc["triton_nosplit", "added_us"] == pytest.approx(28 * 3.0)  # 28 tiles more
     assert table.loc["triton_nosplit", "added_ms"] == pytest.approx(28 * 3.0 * 32 / 1e3)
     assert table.loc["triton_split", "added_us"] < 5
-    with pytest.raises(InputError, match="not measured"):
+    with pytest.raises(InputError, match="num_qo_heads: want one of 64; got 32"):
         published_growth(rows.assign(num_qo_heads=64))
     with pytest.raises(InputError, match="no run has contexts near both"):
         published_growth(rows[rows["context_len"] == 256])

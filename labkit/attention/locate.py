@@ -33,16 +33,7 @@ def locate(backend: str, q: Tensor, cache: PagedKVCache, spec: AttentionSpec) ->
 
     V is replaced by indicators of the 64-key tiles, so that the output is the weight that reaches each tile; it is
     compared with the oracle's. A wrong tile changes the sum that all weights are divided by, so a row is compared up
-    to the factor that most of its tiles agree on.
-
-    Parameters
-    ----------
-    q, cache
-        As `labkit.attention.api.prepare`; neither is changed.
-
-    Raises
-    ------
-    As `labkit.attention.api.prepare`.
+    to the factor that most of its tiles agree on. Arguments and errors as `prepare`; nothing is changed.
     """
     got, wanted = _tile_weights(backend, q, cache, spec)
     tolerance = max(8 * torch.finfo(q.dtype).eps, 2 * torch.finfo(cache.dtype).eps, 1e-3)

@@ -35,8 +35,8 @@ class Checked:
     def to_text(self) -> str:
         """One line for the counts, one per reason and per fault."""
         total = self.num_right + len(self.faults)
-        lines = [f"correct on {self.num_right} of {total} shapes, largest error {self.worst_error:.1e}"]
-        lines = lines if total else ["NOT CHECKED: no shape is supported"]
+        right = f"correct on {self.num_right} of {total} shapes, largest error {self.worst_error:.1e}"
+        lines = [right if total else "NOT CHECKED: no shape is supported"]
         lines += [f"  not supported, {count} shapes: {reason}" for reason, count in self.unsupported.most_common()]
         lines += [f"  WRONG {fault['shape']}: {fault['where']}; {fault['problem']}" for fault in self.faults]
         return "\n".join(lines)
@@ -66,10 +66,7 @@ def check_shapes(
 
     Stops after ``max_faults`` wrong shapes. Progress goes to standard error.
 
-    Raises
-    ------
-    BackendUnavailable, InputError
-        It cannot run on this machine at all; there is no such backend.
+    Raises BackendUnavailable when it cannot run on this machine at all, InputError when there is no such backend.
     """
     found, bar = Checked(), progress(len(shapes), f"check {backend}")
     for seed, shape in enumerate(shapes):

@@ -12,11 +12,12 @@ import pandas as pd
 
 from labkit.attention_table import cell_table
 from labkit.axes import parse_axes
-from labkit.errors import InputError, Unsupported, WrongResult
+from labkit.errors import InputError
 from labkit.experiments import attention, common
 from labkit.ratios import ratio_table
 from labkit.shapes import AttentionShape, model_shape
 from labkit.style import format_tokens
+from labkit.worker import one_line, status_of
 
 # Small enough for the whole trial to take less than 30 s; longer contexts are a `--set context_len=` away.
 AXES: dict[str, common.Axes] = {
@@ -55,10 +56,7 @@ def try_backend(
         of time to that of ``against`` (same rounds, 95% interval), or why a cell has no time. A wrong backend is not
         timed, one that nothing could be checked on is not correct.
 
-    Raises
-    ------
-    InputError, BackendUnavailable
-        Unknown backend or axis, ``against`` is the backend itself; one of them cannot run on this machine.
+    Raises InputError for an unknown backend or axis or ``against`` itself, BackendUnavailable where one cannot run.
     """
     from labkit.calibrate import read_bandwidth
     from labkit.experiments.matrix import check_shapes, full_matrix
@@ -75,7 +73,7 @@ def try_backend(
     bandwidth = read_bandwidth(device)["median"]
     cells = _timed(points, bandwidth, against) if not checked.faults else []
     own = {cell["status"] for cell in cells if cell["backend"] == backend}
-    correct = not checked.faults and "wrong" not in own and (checked.num_right > 0 or "ok" in own)
+    correct = not checked.faults and own <= {"ok", "unsupported", "oom"} and (checked.num_right > 0 or "ok" in own)
     found = {"backend": backend, "against": against, "device": device, "read_gb_per_s": bandwidth, "correct": correct}
     found |= {"num_right": checked.num_right, "worst_error": checked.worst_error, "faults": checked.faults}
     return found | {"unsupported": dict(checked.unsupported), "cells": cells, "text": checked.to_text()}
@@ -85,13 +83,12 @@ def _timed(points: list[dict[str, Any]], bandwidth: float, against: str | None) 
     """Every cell of the points, in turn: its backends interleaved, one record per backend."""
     records: list[dict[str, Any]] = []
     for _, group in groupby(points, key=lambda point: point["group"]):
-        cell = list(group)
-        frames = []
+        cell, frames = list(group), []
         for point, outcome in zip(cell, attention.measure(cell), strict=True):
             if isinstance(outcome, Exception):
-                records.append(point | {"status": _status(outcome), "reason": str(outcome)})
-                continue
-            frames.append(pd.DataFrame([point | sample for sample in outcome]).assign(run_id="now", status="ok"))
+                records.append(point | {"status": status_of(outcome), "reason": one_line(outcome)})
+            else:
+                frames.append(pd.DataFrame([point | sample for sample in outcome]).assign(run_id="now", status="ok"))
         if not frames:
             continue
         rows = pd.concat(frames, ignore_index=True)
@@ -104,15 +101,6 @@ def _timed(points: list[dict[str, Any]], bandwidth: float, against: str | None) 
         plain = table.astype(object).where(table.notna(), None)
         records += [{str(name): value for name, value in row.items()} for _, row in plain.iterrows()]
     return records
-
-
-def _status(error: Exception) -> str:
-    """wrong or unsupported; what is neither is a fault of the backend's own and is not hidden."""
-    if isinstance(error, WrongResult):
-        return "wrong"
-    if isinstance(error, Unsupported):
-        return "unsupported"
-    raise error
 
 
 def render(found: dict[str, Any]) -> str:
