@@ -4,7 +4,7 @@ Nothing else in the package divides accepted by drafted. What is stored is the j
 accepted tokens; a quantity without a single step behind it is NaN, never 0.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,15 +16,11 @@ from labkit.intervals import generator, percentile_interval, resampled_weights, 
 from labkit.rows import is_missing, ok_rows, single_value
 
 DEFAULT_BY = (
-    "target",
-    "drafter",
-    "num_speculative_tokens",
-    "workload",
-    "temperature",
-    "context_len_low",
-    "context_len_high",
-    "origin",
+    *("target", "drafter", "num_speculative_tokens", "workload", "temperature"),
+    *("context_len_low", "context_len_high", "origin"),
 )
+_PER_POSITION = ("acceptance_rate_per_pos", "conditional_acceptance_rate_per_pos", "share_by_draft_length")
+_TOTALS = ("num_drafted_tokens", "num_accepted_tokens")
 
 
 def _ratio(part: float, whole: float) -> float:
@@ -35,19 +31,12 @@ def _ratio(part: float, whole: float) -> float:
 class AcceptanceCounts:
     """Verify steps of one or many requests, by draft length and accepted drafts.
 
-    Parameters
-    ----------
-    accepted_by_draft_length
-        Counts [k+1][k+1]: row = drafts proposed in the step (0..k), column = drafts kept before the first rejection.
-        The bonus token is not counted. Its sum is `num_verify_steps`, steps without a draft included.
-    num_truncated_steps
-        Last steps cut by a stop token or the length limit. They are not in the histogram and enter no ratio.
+    accepted_by_draft_length : counts [k+1][k+1]: row = drafts proposed in the step (0..k), column = drafts kept before
+        the first rejection, bonus not counted. It sums to `num_verify_steps`, steps without a draft included.
+    num_truncated_steps : last steps cut by a stop token or the length limit; in no histogram and no ratio.
 
-    Raises
-    ------
-    ValueError
-        Not square, k below 1, a negative or fractional count, or a step that keeps more than it drafted; the message
-        names the cell.
+    Raises ValueError, naming the cell: not square, k below 1, a negative or fractional count, or a step that keeps more
+    than it drafted.
     """
 
     accepted_by_draft_length: tuple[tuple[int, ...], ...]
@@ -77,10 +66,8 @@ class AcceptanceCounts:
     ) -> "AcceptanceCounts":
         """Count (drafted, accepted) pairs of complete steps.
 
-        Raises
-        ------
-        ValueError
-            A pair outside ``0 <= accepted <= drafted <= num_speculative_tokens``; the message names the step.
+        Raises ValueError: a pair outside ``0 <= accepted <= drafted <= num_speculative_tokens``; the message names the
+        step.
         """
         size = num_speculative_tokens + 1
         histogram = np.zeros((size, size), dtype=np.int64)
@@ -169,60 +156,21 @@ class AcceptanceCounts:
 
     def columns(self) -> dict[str, Any]:
         """The count columns of an acceptance row."""
-        return {
-            "num_speculative_tokens": self.num_speculative_tokens,
-            "num_verify_steps": self.num_verify_steps,
-            "num_truncated_steps": self.num_truncated_steps,
-            "num_drafted_steps": self.num_drafted_steps,
-            "num_drafted_tokens": self.num_drafted_tokens,
-            "num_accepted_tokens": self.num_accepted_tokens,
-            "accepted_by_draft_length": [list(row) for row in self.accepted_by_draft_length],
-        }
+        names = ("num_speculative_tokens", "num_verify_steps", "num_truncated_steps", "num_drafted_steps", *_TOTALS)
+        histogram = [list(row) for row in self.accepted_by_draft_length]
+        return {name: getattr(self, name) for name in names} | {"accepted_by_draft_length": histogram}
 
 
-def identity_violations(counts: AcceptanceCounts | Mapping[str, Any]) -> list[str]:
-    """What does not hold among counts that must agree; empty when all is well.
-
-    A mapping is an acceptance row: its histogram has to be valid, its stored totals have to equal those of the
-    histogram, and its output tokens have to be the emitted ones plus at most the prefill token and the truncated steps.
-    """
-    row: Mapping[str, Any] = {}
-    if not isinstance(counts, AcceptanceCounts):
-        row = counts
-        try:
-            counts = _row_counts(row)
-        except ValueError as error:
-            return [str(error)]
-    problems = [
-        f"{name} is {row[name]}, the histogram gives {value}"
-        for name, value in counts.columns().items()
-        if name != "accepted_by_draft_length" and not is_missing(row.get(name)) and int(row[name]) != value
-    ]
-    accepted, drafted, steps = counts.num_accepted_tokens, counts.num_drafted_tokens, counts.num_verify_steps
-    if accepted > drafted:
-        problems.append(f"num_accepted_tokens {accepted} exceeds num_drafted_tokens {drafted}")
-    rates = counts.acceptance_rate_per_pos
-    if steps and not np.isclose(rates.sum(), counts.mean_acceptance_length - 1):
-        problems.append(f"acceptance_rate_per_pos adds up to {rates.sum()}, not to mean_acceptance_length - 1")
-    if steps and (np.diff(rates) > 1e-12).any():
-        problems.append("acceptance_rate_per_pos rises with the position")
-    if not is_missing(row.get("num_output_tokens")):
-        extra = int(row["num_output_tokens"]) - steps - accepted
-        most = 1 + counts.num_truncated_steps * (counts.num_speculative_tokens + 1)
-        if not 0 <= extra <= most:
-            problems.append(f"num_output_tokens exceeds steps + accepted by {extra}, wanted 0 to {most}")
-    return problems
-
-
-def _row_counts(row: Mapping[Any, Any]) -> AcceptanceCounts:
-    histogram = row.get("accepted_by_draft_length")
+def row_counts(row: Mapping[Hashable, Any]) -> AcceptanceCounts:
+    """The counts of a stored row. Raises ValueError: its histogram is missing, not valid or not of the row's k."""
+    names = ("accepted_by_draft_length", "num_speculative_tokens", "num_truncated_steps")
+    values: list[Any] = [row.get(name) for name in names]
+    histogram, k, truncated = values
     if is_missing(histogram):
         raise ValueError("accepted_by_draft_length is missing")
-    k = row.get("num_speculative_tokens")
-    if not is_missing(k) and int(k) + 1 != len(histogram):  # type: ignore[arg-type]
-        raise ValueError(f"accepted_by_draft_length must have k+1 = {int(k) + 1} rows, got {len(histogram)}")  # type: ignore[arg-type]
-    truncated = row.get("num_truncated_steps")
-    return AcceptanceCounts(histogram, 0 if is_missing(truncated) else int(truncated))  # type: ignore[arg-type]
+    if not is_missing(k) and int(k) + 1 != len(histogram):
+        raise ValueError(f"accepted_by_draft_length must have k+1 = {int(k) + 1} rows, got {len(histogram)}")
+    return AcceptanceCounts(histogram, 0 if is_missing(truncated) else int(truncated))
 
 
 def _all_counts(df: pd.DataFrame) -> list[AcceptanceCounts]:
@@ -231,7 +179,7 @@ def _all_counts(df: pd.DataFrame) -> list[AcceptanceCounts]:
     found = []
     for row in df[[name for name in names if name in df]].to_dict("records"):
         try:
-            found.append(_row_counts(row))
+            found.append(row_counts(row))
         except ValueError as error:
             raise InputError(f"acceptance row of prompt {row.get('prompt_id')!r}: {error}") from error
     ks = sorted({counts.num_speculative_tokens for counts in found})
@@ -244,10 +192,7 @@ def _all_counts(df: pd.DataFrame) -> list[AcceptanceCounts]:
 def counts_from_frame(df: pd.DataFrame) -> AcceptanceCounts:
     """Pool all acceptance rows of `df`.
 
-    Raises
-    ------
-    InputError
-        No rows, a bad histogram (its prompt is named), or rows of different num_speculative_tokens.
+    Raises InputError: no rows, a bad histogram (its prompt is named), or rows of different num_speculative_tokens.
     """
     found = _all_counts(df)
     return sum(found[1:], start=found[0])
@@ -267,34 +212,20 @@ def prompt_histograms(df: pd.DataFrame) -> np.ndarray:
 
 
 def acceptance_table(
-    df: pd.DataFrame,
-    by: Sequence[str] | None = None,
-    *,
-    confidence: float = 0.95,
-    resamples: int = 2000,
-    seed: int = 0,
+    df: pd.DataFrame, by: Sequence[str] | None = None, *, confidence: float = 0.95, resamples: int = 2000, seed: int = 0
 ) -> pd.DataFrame:
     """Lengths and rates per group of acceptance rows, with intervals from resampled prompts.
 
     Counts are pooled, and the prompts resampled as whole clusters (a ratio estimator). The mean of per-prompt lengths,
     which some tools report, is a different number and stands beside it.
 
-    Parameters
-    ----------
-    by
-        Grouping columns; default: those of ``DEFAULT_BY`` that `df` has.
+    by : grouping columns; default: those of ``DEFAULT_BY`` that `df` has.
 
-    Returns
-    -------
-    DataFrame
-        `by`, num_prompts, num_verify_steps, num_drafted_tokens, num_accepted_tokens, mean_acceptance_length and
-        draft_acceptance_rate with ``_low`` and ``_high``, mean_acceptance_length_of_prompts, acceptance_rate_per_pos,
-        conditional_acceptance_rate_per_pos, share_by_draft_length. Bounds are NaN for fewer than two prompts.
+    Returns `by`, num_prompts, num_verify_steps, num_drafted_tokens, num_accepted_tokens, mean_acceptance_length and
+    draft_acceptance_rate with ``_low`` and ``_high``, mean_acceptance_length_of_prompts, acceptance_rate_per_pos,
+    conditional_acceptance_rate_per_pos, share_by_draft_length. Bounds are NaN for fewer than two prompts.
 
-    Raises
-    ------
-    InputError
-        No rows with status ok, an unknown column, or measured and other origins in one group.
+    Raises InputError: no rows with status ok, an unknown column, or measured and other origins in one group.
     """
     names = [name for name in DEFAULT_BY if name in df] if by is None else list(by)
     rows = ok_rows(df, "acceptance", [*names, "prompt_id", "accepted_by_draft_length"])
@@ -335,17 +266,12 @@ def _summary(group: pd.DataFrame, confidence: float, resamples: int, rng: np.ran
         of_prompts = 1 + per_prompt.mean()
     return {
         "num_prompts": num_prompts,
-        "num_verify_steps": counts.num_verify_steps,
-        "num_drafted_tokens": counts.num_drafted_tokens,
-        "num_accepted_tokens": counts.num_accepted_tokens,
-        "mean_acceptance_length": counts.mean_acceptance_length,
+        **{name: getattr(counts, name) for name in ("num_verify_steps", *_TOTALS, "mean_acceptance_length")},
         "mean_acceptance_length_low": float(low),
         "mean_acceptance_length_high": float(high),
         "mean_acceptance_length_of_prompts": float(of_prompts),
         "draft_acceptance_rate": counts.draft_acceptance_rate,
         "draft_acceptance_rate_low": float(rate_low),
         "draft_acceptance_rate_high": float(rate_high),
-        "acceptance_rate_per_pos": tuple(counts.acceptance_rate_per_pos),
-        "conditional_acceptance_rate_per_pos": tuple(counts.conditional_acceptance_rate_per_pos),
-        "share_by_draft_length": tuple(counts.share_by_draft_length),
+        **{name: tuple(getattr(counts, name)) for name in _PER_POSITION},
     }

@@ -14,13 +14,8 @@ from labkit.rows import FORCED_ORIGINS, distinct, is_missing, ok_rows, single_va
 from labkit.step_costs import StepCosts
 
 GROUP = [
-    "target",
-    "drafter",
-    "num_speculative_tokens",
-    "context_len_low",
-    "context_len_high",
-    "workload",
-    "temperature",
+    *("target", "drafter", "num_speculative_tokens", "context_len_low", "context_len_high"),
+    *("workload", "temperature"),
 ]
 NEEDED = (*GROUP[:5], "prompt_id", "accepted_by_draft_length")
 
@@ -53,10 +48,7 @@ class _Mismatch:
 def imposed_source(acceptance: float | Sequence[float]) -> Source:
     """An imposed acceptance length, alone or with the bounds of its interval.
 
-    Raises
-    ------
-    InputError
-        Not a number or three of them, or not ``1 <= low <= length <= high``.
+    Raises InputError: not a number or three of them, or not ``1 <= low <= length <= high``.
     """
     values: list[Any] = list(acceptance) if isinstance(acceptance, Sequence) else [acceptance]
     if len(values) not in (1, 3) or any(isinstance(v, bool) or not isinstance(v, Real) for v in values):
@@ -75,18 +67,14 @@ def join(
     `acceptance_from` borrows the acceptance of another target: origin "transferred". The drafter must then agree only
     if that target was measured with several.
 
-    Raises
-    ------
-    InputError
-        Nothing joins at all (the field and both sides' values are named), all acceptance is forced, two bands of one
-        workload hold the same context, or rows of one group mix origins or top_p.
+    Raises InputError: nothing joins at all (the field and both sides' values are named), all acceptance is forced, two
+    bands of one workload hold the same context, or rows of one group mix origins or top_p.
     """
     groups = _groups(acceptance)
     if acceptance_from is not None and all(key[0] != acceptance_from for key, _ in groups):
         targets = ", ".join(sorted({key[0] for key, _ in groups}))
-        raise InputError(
-            f"acceptance_from must be a target of the acceptance rows ({targets}), got {acceptance_from!r}"
-        )
+        wanted = f"a target of the acceptance rows ({targets})"
+        raise InputError(f"acceptance_from must be {wanted}, got {acceptance_from!r}")
     sources: dict[tuple[Any, ...], Source] = {}
     joined: list[tuple[list[Source], str | None]] = []
     mismatches: list[_Mismatch] = []
@@ -160,13 +148,13 @@ def _source(
         origin = single_value(rows, "origin", where) or "measured"
         if borrowed:
             notes.append(f"acceptance borrowed from {borrowed}, drafter {key[1]}")
-        sources[full_key] = Source(
-            full_key,
-            None if is_missing(key[5]) else key[5],
-            None if is_missing(key[6]) else float(key[6]),
-            "transferred" if borrowed else str(origin),
-            histograms=prompt_histograms(rows),
-            notes=tuple(notes),
-            borrowed_from=borrowed,
-        )
+        workload, temperature = (None if is_missing(value) else value for value in key[5:7])
+        temperature = None if temperature is None else float(temperature)
+        measured: dict[str, Any] = {
+            "histograms": prompt_histograms(rows),
+            "notes": tuple(notes),
+            "borrowed_from": borrowed,
+        }
+        origin = "transferred" if borrowed else str(origin)
+        sources[full_key] = Source(full_key, workload, temperature, origin, **measured)
     return sources[full_key]

@@ -24,18 +24,11 @@ def position_table(
 ) -> pd.DataFrame:
     """One row per group and draft position: ``by``, position (1..k), rate, rate_low, rate_high, num_prompts.
 
-    Parameters
-    ----------
-    df
-        Acceptance rows, one per prompt, k and context band.
-    definition
-        "unconditional": share of all verify steps that kept the draft at this position. "conditional": share of the
-        steps that kept the position before and proposed this one. See `labkit.acceptance.AcceptanceCounts`.
+    df : acceptance rows, one per prompt, k and context band.
+    definition : "unconditional": share of all verify steps that kept the draft at this position. "conditional": share
+        of the steps that kept the position before and proposed this one. See `labkit.acceptance.AcceptanceCounts`.
 
-    Raises
-    ------
-    InputError
-        Unknown definition, no ok rows, or rows of several k in one group.
+    Raises InputError: unknown definition, no ok rows, or rows of several k in one group.
     """
     if definition not in DEFINITIONS:
         raise InputError(f"definition: want one of {', '.join(DEFINITIONS)}; got {definition!r}")
@@ -43,34 +36,20 @@ def position_table(
     records = []
     for key, group in rows.groupby(list(by), dropna=False, sort=True):
         counts, histograms = counts_from_frame(group), prompt_histograms(group)
-        rates = (
-            counts.acceptance_rate_per_pos
-            if definition == "unconditional"
-            else counts.conditional_acceptance_rate_per_pos
-        )
+        conditional = definition == "conditional"
+        rates = counts.conditional_acceptance_rate_per_pos if conditional else counts.acceptance_rate_per_pos
         rng = generator(seed, "positions", *key)
         weights = resampled_weights(len(histograms), resamples, rng)
         spread = student_spread(len(histograms), resamples, rng)
         for position, rate in enumerate(rates, start=1):
-            kept, possible = _kept_and_possible(histograms, position, definition)
+            # Per prompt: steps that kept this draft, and the steps that count for it.
+            kept = histograms[:, position:, position:].sum(axis=(1, 2))
+            counted = histograms[:, position:, position - 1 :] if conditional else histograms
+            possible = counted.sum(axis=(1, 2))
             with np.errstate(invalid="ignore", divide="ignore"):
                 draws = spread * ((weights @ kept) / (weights @ possible) - rate)
             low, high = np.clip(rate + np.array(percentile_interval(draws, confidence)), 0, 1)
-            values = {
-                "position": position,
-                "rate": rate,
-                "rate_low": low,
-                "rate_high": high,
-                "num_prompts": len(histograms),
-            }
+            values = {"position": position, "rate": rate, "rate_low": low, "rate_high": high}
+            values["num_prompts"] = len(histograms)
             records.append(dict(zip(by, key, strict=True)) | values)
     return pd.DataFrame(records)
-
-
-def _kept_and_possible(histograms: np.ndarray, position: int, definition: str) -> tuple[np.ndarray, np.ndarray]:
-    """Per prompt: steps that kept draft ``position``, and the steps that count for it; int64 [num_prompts] each."""
-    kept = histograms[:, position:, position:].sum(axis=(1, 2))
-    possible = histograms.sum(axis=(1, 2))
-    if definition == "conditional":
-        possible = histograms[:, position:, position - 1 :].sum(axis=(1, 2))
-    return kept, possible

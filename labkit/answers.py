@@ -12,25 +12,21 @@ from labkit.breakeven import Breakeven
 from labkit.curves import crossing_text
 from labkit.diagnosis import diagnose
 from labkit.engine_figures import engine_figures
-from labkit.rows import ok_rows
+from labkit.rows import listed, ok_rows
 from labkit.style import attention_order, format_tokens
 
 
 def breakeven_answer(result: Breakeven) -> str:
     """How often each backend pays, what it costs at the longest context, and where it stops or starts to pay."""
     cells = result.cells
-    lines = [
-        f"Does speculation pay on {_all(cells, 'gpu')} for {_all(cells, 'target')}, {_all(cells, 'drafter')} drafter?"
-    ]
+    gpu, target, drafter = (listed(cells, name) for name in ("gpu", "target", "drafter"))
+    lines = [f"Does speculation pay on {gpu} for {target}, {drafter} drafter?"]
     longest = cells["context_len"].max()
     for backend, rows in cells.groupby("verify_backend", sort=False):
         verdicts = rows["verdict"].value_counts()
+        others = [name for name in ("undecided", "loses", "cannot_pay") if name in verdicts]
         counts = [f"pays in {verdicts.get('pays', 0)} of {len(rows)} cells"]
-        counts += [
-            f"{verdicts[name]} {name.replace('_', ' ')}"
-            for name in ("undecided", "loses", "cannot_pay")
-            if name in verdicts
-        ]
+        counts += [f"{verdicts[name]} {name.replace('_', ' ')}" for name in others]
         cost = rows.loc[rows["context_len"] == longest, "relative_step_cost"]
         needs = f"{cost.min():.2f}" if cost.max() - cost.min() < 0.005 else f"{cost.min():.2f} to {cost.max():.2f}"
         lines.append(
@@ -41,10 +37,8 @@ def breakeven_answer(result: Breakeven) -> str:
     for curve in result.crossovers:
         for crossing in curve["crossovers"]:
             text = (curve["workload"] or "imposed length").replace("_", " ")
-            where = (
-                f"{curve['verify_backend']}, {text}, k = {curve['num_speculative_tokens']}, batch {curve['batch_size']}"
-            )
-            lines.append(f"- {where}: {crossing_text(crossing, limits)}.")
+            where = f"k = {curve['num_speculative_tokens']}, batch {curve['batch_size']}"
+            lines.append(f"- {curve['verify_backend']}, {text}, {where}: {crossing_text(crossing, limits)}.")
     return "\n".join(lines)
 
 
@@ -109,7 +103,3 @@ def engine_table(df: pd.DataFrame) -> pd.DataFrame:
     rows = ok_rows(df, "acceptance", ["num_speculative_tokens"])
     rows = rows[rows["num_speculative_tokens"] == rows["num_speculative_tokens"].max()]
     return engine_figures([counts_from_frame(rows.iloc[[index]]) for index in range(len(rows))])
-
-
-def _all(cells: pd.DataFrame, name: str) -> str:
-    return ", ".join(map(str, sorted(cells[name].dropna().unique())))

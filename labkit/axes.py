@@ -24,10 +24,8 @@ def parse_size(text: str) -> int:
 def parse_axes(assignments: Sequence[str], defaults: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
     """``axis=v,..`` assignments as lists, typed like the axis's defaults (whole numbers, decimals or names).
 
-    Raises
-    ------
-    InputError
-        Not of the form ``axis=v,...``, an unknown axis (the known ones are listed), or a value of the wrong kind.
+    Raises InputError: not of the form ``axis=v,...``, an unknown axis (the known ones are listed), or a value of the
+    wrong kind.
     """
     axes: dict[str, list[Any]] = {}
     for assignment in assignments:

@@ -1,8 +1,7 @@
-"""Run notebooks in batch: presets, how many at a time, one verdict each, a batch that fails at the end."""
+"""Run notebooks in batch: presets, one verdict each, a batch that fails at the end."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -24,10 +23,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 def preset_parameters(preset: str) -> dict[str, Any]:
     """Notebook parameters of a preset.
 
-    Raises
-    ------
-    InputError
-        If there is no such preset; the message lists the known ones.
+    Raises InputError: there is no such preset; the message lists the known ones.
     """
     if preset not in PRESETS:
         raise InputError(f"preset: want one of {', '.join(PRESETS)}; got {preset!r}")
@@ -40,75 +36,45 @@ def run_batch(
     preset: str = "committed",
     parameters: Mapping[str, Any] | None = None,
     out_dir: Path | str | None = None,
-    parallel: int = 1,
     timeout_s: float | None = None,
     progress: Callable[[str], None] | None = print,
 ) -> list[Verdict]:
     """Execute notebooks and judge each one.
 
-    Parameters
-    ----------
-    notebooks
-        Files to run, in this order; all of ``notebooks/`` when None.
-    preset, parameters
-        Parameters of the preset, overridden by ``parameters`` (typed values, as papermill's Python API takes them).
-        ``out_dir`` and ``figures_dir`` default to folders inside the batch folder.
-    out_dir
-        Batch folder, ``build/batch`` when None. Each notebook gets ``<stem>/<stem>.ipynb``, ``.html`` and
+    notebooks : files to run, in this order; all of ``notebooks/`` when None.
+    preset, parameters : parameters of the preset, overridden by ``parameters`` (typed values, as papermill's Python API
+        takes them). ``out_dir`` and ``figures_dir`` default to folders inside the batch folder.
+    out_dir : batch folder, ``build/batch`` when None. Each notebook gets ``<stem>/<stem>.ipynb``, ``.html`` and
         ``run.json``.
-    parallel
-        Notebooks at a time. Notebooks that measure (``source="run"``) run one at a time whatever is asked: timings
-        would disturb one another.
-    timeout_s
-        Limit for one cell in seconds; None is no limit.
-    progress
-        Takes one line per event; None is silent.
+    timeout_s : limit for one cell in seconds; None is no limit.
+    progress : takes one line per event; None is silent.
 
-    Returns
-    -------
-    list of Verdict
-        One per notebook, in order. Nothing is raised for a failing notebook: see `failed`.
+    Returns a list of Verdict: one per notebook, in order. Nothing is raised for a failing notebook: see `failed`.
 
-    Raises
-    ------
-    InputError
-        For an unknown preset, a parameter that no notebook declares, a missing or broken notebook, two notebooks of
-        one name, or ``parallel < 1``.
+    Raises InputError: an unknown preset, a parameter that no notebook declares, a missing or broken notebook, or
+    two notebooks of one name.
     """
     sources = _notebook_files(notebooks)
-    if parallel < 1:
-        raise InputError(f"parallel: want 1 or more notebooks at a time; got {parallel}")
-    folder = Path(out_dir) if out_dir is not None else paths.BUILD / "batch"
-    folder = folder.resolve()
+    folder = Path(out_dir or paths.BUILD / "batch").resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    values = {
-        "out_dir": str(folder / "runs"),
-        "figures_dir": str(folder / "figures"),
-        **preset_parameters(preset),
-    }
+    values = {"out_dir": str(folder / "runs"), "figures_dir": str(folder / "figures"), **preset_parameters(preset)}
     values.update(parameters or {})
     known = {name for source in sources for name in declared_parameters(source)}
     if unknown := sorted(set(parameters or {}) - known):
         raise InputError(f"parameters: no notebook declares {', '.join(unknown)}; declared: {', '.join(sorted(known))}")
-    workers = 1 if values.get("source") == "run" else min(parallel, len(sources))
     say = progress or (lambda line: None)
-    batch = {"preset": preset, "notebooks": [source.name for source in sources], "parallel": workers}
+    batch: dict[str, Any] = {"preset": preset, "notebooks": [source.name for source in sources]}
     write_json(folder / "batch.json", {**batch, "status": "running"})
 
-    def run_one(numbered: tuple[int, Path]) -> Verdict:
-        number, source = numbered
-        say(f"[{number}/{len(sources)}] {source.name} started")
-        verdict = run_notebook(source, values, out_dir=folder / source.stem, timeout_s=timeout_s, say=say)
-        say(f"[{number}/{len(sources)}] {verdict}")
-        return verdict
-
-    with _batch_environment(), ThreadPoolExecutor(workers) as pool:
-        verdicts = list(pool.map(run_one, enumerate(sources, start=1)))
+    verdicts = []
+    with _batch_environment():
+        for number, source in enumerate(sources, start=1):
+            say(f"[{number}/{len(sources)}] {source.name} started")
+            verdicts.append(run_notebook(source, values, out_dir=folder / source.stem, timeout_s=timeout_s, say=say))
+            say(f"[{number}/{len(sources)}] {verdicts[-1]}")
     bad = failed(verdicts)
-    write_json(
-        folder / "batch.json",
-        {**batch, "status": "failed" if bad else "ok", "verdicts": [asdict(verdict) for verdict in verdicts]},
-    )
+    batch |= {"status": "failed" if bad else "ok", "verdicts": [asdict(verdict) for verdict in verdicts]}
+    write_json(folder / "batch.json", batch)
     say(f"{len(verdicts) - len(bad)} of {len(verdicts)} notebooks ok" + (f"; failed: {', '.join(bad)}" if bad else ""))
     return verdicts
 
@@ -116,15 +82,12 @@ def run_batch(
 @contextmanager
 def _batch_environment() -> Iterator[None]:
     """Tell kernels started meanwhile that nobody watches: progress in plain lines, no widgets (`labkit.progress`)."""
-    before = os.environ.get("LABKIT_BATCH")
+    before = os.environ.get("LABKIT_BATCH", "")
     os.environ["LABKIT_BATCH"] = "1"
     try:
         yield
     finally:
-        if before is None:
-            del os.environ["LABKIT_BATCH"]
-        else:
-            os.environ["LABKIT_BATCH"] = before
+        os.environ["LABKIT_BATCH"] = before
 
 
 def failed(verdicts: Sequence[Verdict]) -> list[str]:
@@ -133,23 +96,19 @@ def failed(verdicts: Sequence[Verdict]) -> list[str]:
 
 
 def _notebook_files(notebooks: Sequence[Path | str] | None) -> list[Path]:
+    import nbformat
+
     files = sorted(paths.NOTEBOOKS.glob("*.ipynb")) if notebooks is None else [Path(entry) for entry in notebooks]
     if not files:
         raise InputError("notebooks: want at least one; got none")
     for file in files:
         if not file.is_file():
             raise InputError(f"notebooks: no such file {file}")
-        _check_format(file)
+        try:
+            nbformat.read(file, as_version=4)
+        except Exception as error:  # nbformat raises a different type for each way a file can be broken
+            raise InputError(f"notebooks: {file} is not a notebook ({type(error).__name__})") from error
     stems = [file.stem for file in files]
     if len(set(stems)) < len(stems):
         raise InputError(f"notebooks: names must differ, their copies share a folder; got {', '.join(stems)}")
     return [file.resolve() for file in files]
-
-
-def _check_format(file: Path) -> None:
-    import nbformat
-
-    try:
-        nbformat.read(file, as_version=4)
-    except Exception as error:  # nbformat raises a different type for each way a file can be broken
-        raise InputError(f"notebooks: {file} is not a notebook ({type(error).__name__})") from error

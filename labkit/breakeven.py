@@ -16,46 +16,19 @@ from labkit.acceptance_join import Source, imposed_source, join
 from labkit.crossovers import crossovers
 from labkit.errors import InputError
 from labkit.intervals import generator, percentile_interval
-from labkit.rows import distinct
+from labkit.rows import distinct, json_value
 from labkit.speedup import Length, imposed_length, measured_length, relative_step_cost, speedup_of
 from labkit.step_costs import StepCosts, baseline_ms, paired_ratios, step_costs
 
 CELL_COLUMNS = (
-    "gpu",
-    "target",
-    "drafter",
-    "workload",
-    "temperature",
-    "batch_size",
-    "context_len",
-    "num_speculative_tokens",
-    "verify_backend",
-    "draft_backend",
-    "decode_backend",
-    "weight_dtype",
-    "kv_dtype",
-    "relative_step_cost",
-    "mean_acceptance_length",
-    "speedup",
-    "speedup_low",
-    "speedup_high",
-    "speedup_same_backend",
-    "verdict",
-    "origin",
-    "relative_step_cost_low",
-    "relative_step_cost_high",
-    "mean_acceptance_length_low",
-    "mean_acceptance_length_high",
-    "breakeven_ceiling",
-    "num_rounds",
-    "num_prompts",
-    "reason",
+    *("gpu", "target", "drafter", "workload", "temperature", "batch_size", "context_len", "num_speculative_tokens"),
+    *("verify_backend", "draft_backend", "decode_backend", "weight_dtype", "kv_dtype", "relative_step_cost"),
+    *("mean_acceptance_length", "speedup", "speedup_low", "speedup_high", "speedup_same_backend", "verdict"),
+    *("origin", "relative_step_cost_low", "relative_step_cost_high", "mean_acceptance_length_low"),
+    *("mean_acceptance_length_high", "breakeven_ceiling", "num_rounds", "num_prompts", "reason"),
 )
 NUMBERS = (
-    "temperature",
-    "batch_size",
-    "context_len",
-    "num_speculative_tokens",
+    *("temperature", "batch_size", "context_len", "num_speculative_tokens"),
     *(name for name in CELL_COLUMNS[13:] if name not in ("verdict", "origin", "reason")),
 )
 CURVE_COLUMNS = tuple(name for name in (*CELL_COLUMNS[:13], "origin") if name not in ("context_len", "decode_backend"))
@@ -65,16 +38,12 @@ CURVE_COLUMNS = tuple(name for name in (*CELL_COLUMNS[:13], "origin") if name no
 class Breakeven:
     """Verdicts per cell and crossings per curve.
 
-    Attributes
-    ----------
-    cells
-        One row per cost cell and workload, columns ``CELL_COLUMNS``. Unknown numbers are NaN, unknown texts None.
+    cells : one row per cost cell and workload, columns ``CELL_COLUMNS``. Unknown numbers are NaN, unknown texts None.
         `breakeven_ceiling` is k+1, the longest acceptance length there can be; `reason` says why a cell is undecided
         and what else to know about it.
-    crossovers
-        One dict per curve: ``CURVE_COLUMNS`` and ``crossovers``, a list of {context_len, low, high, direction}.
-    baseline, confidence, resamples, seed
-        What was asked for.
+    crossovers : one dict per curve: ``CURVE_COLUMNS`` and ``crossovers``, a list of {context_len, low, high,
+        direction}.
+    baseline, confidence, resamples, seed : what was asked for.
     """
 
     cells: pd.DataFrame
@@ -128,24 +97,15 @@ def breakeven(
     ``loses`` if speedup_high < 1, else ``undecided``. With borrowed acceptance a cell that would pay or lose is
     ``undecided`` and the reason tells which; ``cannot_pay`` stands, as it rests on cost alone.
 
-    Parameters
-    ----------
-    cost_rows
-        Loop rows: plain and speculative arms interleaved, step_ms in ms.
-    acceptance
-        Acceptance rows; or an imposed length X, or (X, low, high), in tokens per step, bonus counted.
-    acceptance_from
-        Borrow the acceptance of this target (origin "transferred").
-    baseline
-        "fastest", "same" or a plain-decode backend; speedup_same_backend is given beside it.
-    confidence, resamples, seed
-        Of the intervals. Rounds are resampled for cost and prompts for acceptance; see `labkit.intervals`.
+    cost_rows : loop rows: plain and speculative arms interleaved, step_ms in ms.
+    acceptance : acceptance rows; or an imposed length X, or (X, low, high), in tokens per step, bonus counted.
+    acceptance_from : borrow the acceptance of this target (origin "transferred").
+    baseline : "fastest", "same" or a plain-decode backend; speedup_same_backend is given beside it.
+    confidence, resamples, seed : of the intervals. Rounds are resampled for cost and prompts for acceptance; see
+        `labkit.intervals`.
 
-    Raises
-    ------
-    InputError
-        Bad rows or options, or cost and acceptance that disagree in target, drafter, k or context band everywhere.
-        Where only some cells find acceptance, the others keep their cost and a reason.
+    Raises InputError: bad rows or options, or cost and acceptance that disagree in target, drafter, k or context band
+    everywhere. Where only some cells find acceptance, the others keep their cost and a reason.
     """
     if not 0 < confidence < 1:
         raise InputError(f"confidence must lie between 0 and 1, got {confidence}")
@@ -229,7 +189,7 @@ def _judge(
         "mean_acceptance_length": length.length,
         "mean_acceptance_length_low": np.clip(length_bounds[0], 1, ceiling),
         "mean_acceptance_length_high": np.clip(length_bounds[1], 1, ceiling),
-        "speedup": np.exp(found.log_speedup),
+        "speedup": np.exp(found.log_length - found.log_cost),
         "speedup_low": low,
         "speedup_high": high,
         "speedup_same_backend": length.length / relative_step_cost(same, length.shares),
@@ -309,12 +269,7 @@ def _curves(cells: pd.DataFrame, draws: list[np.ndarray], confidence: float) -> 
 
 
 def _plain(record: Mapping[Any, Any]) -> dict[str, Any]:
-    """Numpy scalars to Python's, NaN and infinities to None."""
-    plain = {}
-    for name, value in record.items():
-        value = value.item() if isinstance(value, np.generic) else value
-        plain[str(name)] = None if isinstance(value, float) and not np.isfinite(value) else value
-    return plain
+    return {str(name): json_value(value) for name, value in record.items()}
 
 
 def verdict_table(cells: pd.DataFrame) -> pd.DataFrame:

@@ -2,14 +2,16 @@
 
 import io
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from labkit.style import COLUMN_WIDTH_IN, MUTED, NOTE_SIZE, context
+from labkit.style import COLUMN_WIDTH_IN, MUTED, NOTE_SIZE, SeriesStyle, context
 
 # Width on screen of an inch on paper: letters of 7 points should read well beside a notebook's text.
 SCREEN_DPI = 130
@@ -43,6 +45,21 @@ def axes_or_new(ax: Axes | None) -> Axes:
     return figure.add_subplot()
 
 
+def bars(middle: Any, low: Any, high: Any) -> np.ndarray:
+    """Lengths of the error bars from ``middle`` down and up, [2, num_points]; 0 where a bound is unknown."""
+    return np.nan_to_num(np.array([middle - low, high - middle], float)).clip(0)
+
+
+def marks(
+    ax: Axes, x: Any, y: Any, style: SeriesStyle, *, hollow: bool = False, size: float = 3.6, **errors: Any
+) -> None:
+    """Markers, white inside when ``hollow``; ``xerr`` or ``yerr`` of `bars` adds bars."""
+    face = "white" if hollow else style.color
+    look: dict[str, Any] = {"fmt": style.marker, "color": style.color, "markersize": size, "markerfacecolor": face}
+    look |= {"markeredgewidth": 0.9, "elinewidth": 0.9, "capsize": 1.8, "capthick": 0.9, "clip_on": False, "zorder": 3}
+    ax.errorbar(x, y, **look, **errors)
+
+
 def add_header(figure: Figure, title: str, subtitle: str = "") -> None:
     """Write a bold title and a wrapped subtitle above the panels, flush left, and keep the layout clear of them."""
     width_in, height_in = figure.get_size_inches()
@@ -50,17 +67,8 @@ def add_header(figure: Figure, title: str, subtitle: str = "") -> None:
     y_in = height_in - margin_in
     for text, size, color, weight in ((title, 9.0, "0.0", "bold"), (subtitle, 7.0, MUTED, "normal")):
         for line in _wrap(figure, text, size, weight, width_in - 2 * margin_in):
-            figure.text(
-                margin_in / width_in,
-                y_in / height_in,
-                line,
-                size=size,
-                color=color,
-                weight=weight,
-                ha="left",
-                va="top",
-                in_layout=False,
-            )
+            x, y = margin_in / width_in, y_in / height_in
+            figure.text(x, y, line, size=size, color=color, weight=weight, ha="left", va="top", in_layout=False)
             y_in -= 1.32 * size / 72
         y_in -= 0.02
     engine = figure.get_layout_engine()
@@ -81,20 +89,10 @@ def freeze_layout(figure: Figure) -> None:
 def add_legend(figure: Figure, entries: Sequence[tuple[Artist, str]]) -> None:
     """A legend under the panels, in as few rows as the width allows."""
     renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
+    look = {"frameon": False, "fontsize": NOTE_SIZE, "handlelength": 1.8, "columnspacing": 1.6, "handletextpad": 0.6}
+    look |= {"labelspacing": 0.3, "borderaxespad": 0.2, "borderpad": 0.3}
     for columns in range(len(entries), 0, -1):
-        legend = figure.legend(
-            *zip(*entries, strict=True),
-            loc="outside lower left",
-            ncols=columns,
-            frameon=False,
-            fontsize=NOTE_SIZE,
-            handlelength=1.8,
-            columnspacing=1.6,
-            handletextpad=0.6,
-            labelspacing=0.3,
-            borderaxespad=0.2,
-            borderpad=0.3,
-        )
+        legend = figure.legend(*zip(*entries, strict=True), loc="outside lower left", ncols=columns, **look)
         if columns == 1 or legend.get_window_extent(renderer).width < 0.97 * figure.bbox.width:
             break
         legend.remove()

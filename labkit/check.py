@@ -1,6 +1,5 @@
 """What stored rows must satisfy. The sweep asks before it stores a point, `labkit check` asks of files."""
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from labkit.acceptance import row_counts
 from labkit.errors import InputError
 from labkit.results import RUN_ID, file_digest, read_sidecar, read_table, run_files
 from labkit.schema import HISTOGRAM, IDENTITY, ORIGIN_ALIASES, REAL, SAMPLE_KEYS, TEXT, arrow_schema, columns
@@ -107,33 +107,17 @@ def _counts(rows: _Rows) -> _Broken:
     if "num_verify_steps" in rows.names:
         passes = steps + rows.numbers("num_truncated_steps")
         chain = np.isnan(rows.numbers("num_draft_nodes"))
-        yield (
-            "num_drafted_tokens",
-            chain & (drafted > most * passes),
-            "is above num_speculative_tokens x steps",
-        )
+        yield ("num_drafted_tokens", chain & (drafted > most * passes), "is above num_speculative_tokens x steps")
     elif "arm" in rows.names:
         batch = rows.numbers("batch_size")
         yield "num_drafted_tokens", drafted > most * batch, "is above num_speculative_tokens x batch_size"
+    if "num_output_tokens" in rows.names:  # emitted by the steps, at most one by the prefill, the rest by cut steps
+        extra = rows.numbers("num_output_tokens") - steps - accepted
+        off = (extra < 0) | (extra > 1 + rows.numbers("num_truncated_steps") * (most + 1))
+        yield "num_output_tokens", off, "does not fit num_verify_steps + num_accepted_tokens"
     low, high = rows.numbers("context_len_low"), rows.numbers("context_len_high")
     yield "context_len_high", high <= low, "is not above context_len_low"
-    yield (
-        "context_len_max",
-        rows.numbers("context_len_max") < rows.numbers("context_len"),
-        "is below the mean",
-    )
-
-
-def _histogram_problem(counts: list[list[int | None]], k: float, steps: float) -> str:
-    size = len(counts)
-    if size != k + 1 or any(len(row) != size for row in counts):
-        return f"wanted [{k + 1:.0f}][{k + 1:.0f}] counts"
-    if any(value is None or value < 0 for row in counts for value in row):
-        return "holds a null or negative count"
-    if any(value for drafted, row in enumerate(counts) for value in row[drafted + 1 :]):
-        return "counts steps that accepted more than was drafted"
-    total = sum(value or 0 for row in counts for value in row)
-    return "" if total == steps else f"sums to {total}, wanted num_verify_steps"
+    yield ("context_len_max", rows.numbers("context_len_max") < rows.numbers("context_len"), "is below the mean")
 
 
 def _histograms(rows: _Rows) -> _Broken:
@@ -141,29 +125,22 @@ def _histograms(rows: _Rows) -> _Broken:
     name = "accepted_by_draft_length"
     if name not in rows.names:
         return
-    k, steps = rows.numbers("num_speculative_tokens"), rows.numbers("num_verify_steps")
-    truncated = rows.numbers("num_truncated_steps")
-    totals = {
-        field: rows.numbers(field) for field in ("num_drafted_tokens", "num_accepted_tokens", "num_drafted_steps")
-    }
-    for index, counts in enumerate(rows.table[name].to_pylist()):
-        if counts is None:
+    k, truncated = rows.numbers("num_speculative_tokens"), rows.numbers("num_truncated_steps")
+    fields = ("num_verify_steps", "num_drafted_steps", "num_drafted_tokens", "num_accepted_tokens")
+    stored = {field: rows.numbers(field) for field in fields}
+    for index, histogram in enumerate(rows.table[name].to_pylist()):
+        if histogram is None:
             continue
         here = np.arange(len(k)) == index
-        problem = _histogram_problem(counts, k[index], steps[index])
-        if problem:
-            yield name, here, problem
+        try:
+            totals = row_counts({name: histogram, "num_speculative_tokens": k[index]}).columns()
+        except (TypeError, ValueError) as error:  # TypeError: a null among the counts
+            yield name, here, str(error)
             continue
-        by_length = [sum(row) for row in counts]
-        sums = {
-            "num_drafted_tokens": sum(length * count for length, count in enumerate(by_length)),
-            "num_accepted_tokens": sum(length * count for row in counts for length, count in enumerate(row)),
-            "num_drafted_steps": sum(by_length[1:]),
-        }
-        for field, total in sums.items():
-            stored = totals[field][index]
-            if total > stored or (truncated[index] == 0 and total != stored):
-                yield field, here, f"does not fit {name}, which gives {total}"
+        for field in fields:
+            exact = truncated[index] == 0 or field == "num_verify_steps"
+            if totals[field] > stored[field][index] or (exact and totals[field] != stored[field][index]):
+                yield field, here, f"does not fit {name}, which gives {totals[field]}"
 
 
 def _times(rows: _Rows) -> _Broken:
@@ -185,23 +162,13 @@ def _times(rows: _Rows) -> _Broken:
 
 
 def _duplicates(rows: _Rows, experiment: str) -> _Broken:
-    keys = list(zip(*(rows.table[name].to_pylist() for name in SAMPLE_KEYS[experiment]), strict=True))
-    counts = Counter(keys)
-    seen: set[tuple[object, ...]] = set()
-    again = np.zeros(len(keys), bool)
-    for index, key in enumerate(keys):
-        again[index] = counts[key] > 1 and key in seen
-        seen.add(key)
-    yield "sample", again, "stored twice"
+    yield "sample", rows.table.select(SAMPLE_KEYS[experiment]).to_pandas().duplicated().to_numpy(), "stored twice"
 
 
 def check_table(table: pa.Table, experiment: str) -> list[Finding]:
     """Problems of rows in memory (``file`` is empty).
 
-    Parameters
-    ----------
-    table : pa.Table
-        Rows in the experiment's schema, or what claims to be.
+    table : rows in the experiment's schema, or what claims to be.
     """
     findings = list(_types(table, experiment))
     typed = {f.name for f in arrow_schema(experiment)} - {finding.field for finding in findings}
@@ -223,11 +190,7 @@ def _against_sidecar(path: Path, table: pa.Table, sidecar: dict[str, object]) ->
     if file_digest(path) != sidecar["sha256"]:
         yield None, "sha256", "the file is not the one the sidecar was written for"
     if sidecar.get("num_rows") != table.num_rows:
-        yield (
-            None,
-            "num_rows",
-            f"the file has {table.num_rows} rows, the sidecar says {sidecar.get('num_rows')}",
-        )
+        yield (None, "num_rows", f"the file has {table.num_rows} rows, the sidecar says {sidecar.get('num_rows')}")
     if sidecar["run_id"] != path.stem:
         yield None, "run_id", f"the sidecar says {sidecar['run_id']}, the file name {path.stem}"
     for name in ("run_id", "experiment", "gpu"):
@@ -259,10 +222,7 @@ def _check_file(path: Path) -> Iterator[Finding]:
 def check_run(path: str | Path) -> list[Finding]:
     """Everything wrong with a stored run, or with all runs below a folder; empty when all is well.
 
-    Raises
-    ------
-    InputError
-        No such path, or nothing to check there. Broken runs do not raise, they are found.
+    Raises InputError: no such path, or nothing to check there. Broken runs do not raise, they are found.
     """
     files = run_files(Path(path))
     if not files:

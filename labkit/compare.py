@@ -7,7 +7,7 @@ rest either cannot change a number or makes the comparison refuse.
 
 import json
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,28 +17,13 @@ import pandas as pd
 
 from labkit.errors import InputError
 from labkit.ratios import MATCHED, ratio_table, time_column
-from labkit.rows import distinct
+from labkit.rows import distinct, json_value
 
 ABSENT = "(absent)"
 # Differ between any two runs, or are derived from fields that are compared themselves.
 INCIDENTAL = (
-    "run_id",
-    "command",
-    "time",
-    "started",
-    "ended",
-    "sessions",
-    "counts",
-    "complete",
-    "num_points",
-    "num_rows",
-    "num_rounds",
-    "journal_bytes",
-    "sha256",
-    "plan_digest",
-    "environment_digest",
-    "sm_clock_mhz",
-    "temperature_c",
+    *("run_id", "command", "time", "started", "ended", "sessions", "counts", "complete", "num_points", "num_rows"),
+    *("num_rounds", "journal_bytes", "sha256", "plan_digest", "environment_digest", "sm_clock_mhz", "temperature_c"),
 )
 _OF_BACKEND = ("backend_digest", "resolved_kernel")
 # Fields that come with an asked-for one. The driver is not among them: it can be the same on another GPU.
@@ -46,35 +31,15 @@ IMPLIED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("backend", "verify_backend", "decode_backend", "draft_backend"), _OF_BACKEND),
     "gpu": (
         "calibration",
-        "device.slug",
-        "device.name",
-        "device.kind",
-        "device.num_cores",
-        "device.memory_mib",
-        "device.sm_clock_max_mhz",
-        "device.memory_clock_max_mhz",
-        "device.sm_clock_applied_mhz",
-        "device.power_limit_w",
+        *(f"device.{name}" for name in ("slug", "name", "kind", "num_cores", "memory_mib", "power_limit_w")),
+        *(f"device.{name}_mhz" for name in ("sm_clock_max", "memory_clock_max", "sm_clock_applied")),
     ),
 }
 # Conditions of the rows that a sidecar need not name.
 ROW_FIELDS = (
     *MATCHED,
-    "linear_backend",
-    "weight_dtype",
-    "q_dtype",
-    "kv_dtype",
-    "launch_mode",
-    "l2_state",
-    "page_order",
-    "page_size",
-    "backend_digest",
-    "resolved_kernel",
-    "temperature",
-    "top_p",
-    "prompt_digest",
-    "origin",
-    "quality",
+    *("linear_backend", "weight_dtype", "q_dtype", "kv_dtype", "launch_mode", "l2_state", "page_order", "page_size"),
+    *("backend_digest", "resolved_kernel", "temperature", "top_p", "prompt_digest", "origin", "quality"),
 )
 # Calibration is measured anew by each run. Of its numbers only these rates tell another machine state (throttled,
 # shared), when they differ by more than the tolerance; spreads and resolutions are noise.
@@ -125,7 +90,7 @@ class Comparison:
             "comparable": self.comparable,
             "problems": list(self.problems),
             "differences": [asdict(difference) for difference in self.differences],
-            "ratios": [{str(name): _plain(value) for name, value in row.items()} for row in ratios],
+            "ratios": [{str(name): json_value(value) for name, value in row.items()} for row in ratios],
         }
 
     def to_json(self) -> str:
@@ -163,23 +128,15 @@ def compare_runs(
 ) -> Comparison:
     """List and sort every difference between two runs; give the ratio B over A when none is unexplained.
 
-    Parameters
-    ----------
-    a, b
-        Sidecars as dicts.
-    rows_a, rows_b
-        Rows of the runs, or two selections of one run (then the ratio is paired). Optional: without them only the
-        sidecars are compared.
-    varying
-        The one field that is meant to differ: a sidecar path such as ``grid.verify_backend``, any part of one
+    a, b : sidecars as dicts.
+    rows_a, rows_b : rows of the runs, or two selections of one run (then the ratio is paired). Optional: without them
+        only the sidecars are compared.
+    varying : the one field that is meant to differ: a sidecar path such as ``grid.verify_backend``, any part of one
         (``verify_backend``, ``versions.torch``), or a column of the rows.
-    allow
-        Further fields that may differ, named in the same way.
+    allow : further fields that may differ, named in the same way.
 
-    Raises
-    ------
-    InputError
-        `varying` or `allow` names no field, only one of `rows_a` and `rows_b` is given, or the rows share no cell.
+    Raises InputError: `varying` or `allow` names no field, only one of `rows_a` and `rows_b` is given, or the rows
+    share no cell.
     """
     if (rows_a is None) != (rows_b is None):
         raise InputError("rows_a and rows_b must be given together")
@@ -188,21 +145,22 @@ def compare_runs(
         fields_a |= _row_fields(rows_a)
         fields_b |= _row_fields(rows_b)
     names = sorted(set(fields_a) | set(fields_b))
-    for name in [*([varying] if varying else []), *allow]:
+    named = {varying: "asked_for"} if varying else {}
+    named |= {name: "allowed" for name in allow if name != varying}
+    for name in named:
         if not any(_covers(name, field) for field in names):
             axes = ", ".join(field for field in names if field.startswith(("grid.", "rows.")))
             raise InputError(f"{name!r} is no field of these runs; the axes are {axes or 'none'}")
     pairs = {name: (fields_a.get(name, ABSENT), fields_b.get(name, ABSENT)) for name in names}
     differing = {name: pair for name, pair in pairs.items() if not _equal(*pair)}
-    sort = _Sorter(varying, tuple(allow), differing, same_code=_same_code(pairs))
+    code_a, code_b = pairs.get("code_digest", (None, ABSENT))
+    sort = _Sorter(named, differing, same_code=code_a == code_b)
     differences = tuple(Difference(name, *pair, *sort.kind(name, *pair)) for name, pair in differing.items())
-    problems = []
-    if varying and not any(item.kind == "asked_for" for item in differences):
-        problems.append(f"{varying} is the same on both sides")
-    comparison = Comparison(differences, tuple(problems), None)
+    varies = not varying or any(item.kind == "asked_for" for item in differences)
+    comparison = Comparison(differences, () if varies else (f"{varying} is the same on both sides",), None)
     if rows_a is None or rows_b is None or not comparison.comparable or time_column(rows_a, rows_b) is None:
         return comparison
-    ignoring = [name for name in MATCHED if any(_covers(given, f"rows.{name}") for given in sort.named)]
+    ignoring = [name for name in MATCHED if any(_covers(given, f"rows.{name}") for given in named)]
     options: dict[str, Any] = {"confidence": confidence, "resamples": resamples, "seed": seed}
     return Comparison(differences, (), ratio_table(rows_a, rows_b, ignoring=ignoring, **options))
 
@@ -210,10 +168,7 @@ def compare_runs(
 def compare_files(path_a: Path, path_b: Path, **options: Any) -> Comparison:
     """`compare_runs` of two stored runs, each a run's file or a folder that holds one; options are passed on.
 
-    Raises
-    ------
-    InputError
-        As `compare_runs`; or a path holds no run, several, or a broken one.
+    Raises InputError: as `compare_runs`; or a path holds no run, several, or a broken one.
     """
     from labkit.results import load_runs, read_sidecar, run_files
 
@@ -230,24 +185,17 @@ def compare_files(path_a: Path, path_b: Path, **options: Any) -> Comparison:
 
 @dataclass(frozen=True)
 class _Sorter:
-    varying: str | None
-    allow: tuple[str, ...]
+    named: Mapping[str, str]  # field -> asked_for or allowed
     differing: Mapping[str, tuple[Any, Any]]
     same_code: bool
 
-    @property
-    def named(self) -> tuple[str, ...]:
-        return (*([self.varying] if self.varying else []), *self.allow)
-
     def kind(self, field: str, a: Any, b: Any) -> tuple[str, str]:
         """Kind of a difference and the reason for it."""
-        if self.varying and _covers(self.varying, field):
-            return "asked_for", f"varying {self.varying}"
-        if self.varying and self._comes_with(self.varying, field, a, b):
-            return "asked_for", f"comes with {self.varying}"
-        for name in self.allow:
-            if _covers(name, field) or self._comes_with(name, field, a, b):
-                return "allowed", f"allowed by {name}"
+        for name, kind in self.named.items():
+            if _covers(name, field):
+                return kind, f"{kind.replace('_', ' ')}: {name}"
+            if self._comes_with(name, field, a, b):
+                return kind, f"comes with {name}"
         last = field.rsplit(".", 1)[-1]
         if any(_covers(name, field) for name in INCIDENTAL):
             return "incidental", "differs between any two runs or follows from other fields"
@@ -258,7 +206,7 @@ class _Sorter:
                 return "incidental", "measured anew, no rate"
             if _close(a, b):
                 return "incidental", f"measured anew, within {CALIBRATION_TOLERANCE:.0%}"
-        if last in MATCHED and isinstance(a, list) and isinstance(b, list) and _overlap(a, b):
+        if last in MATCHED and isinstance(a, list) and isinstance(b, list) and set(map(repr, a)) & set(map(repr, b)):
             return "incidental", "only the common values are compared"
         return "unexplained", "neither asked for nor allowed"
 
@@ -268,9 +216,8 @@ class _Sorter:
             return True
         if "digest" not in field or ABSENT not in (a, b):
             return False
-        values = {
-            str(value) for other, pair in self.differing.items() if _covers(name, other) for value in _values(pair)
-        }
+        sides = [side for other, pair in self.differing.items() if _covers(name, other) for side in pair]
+        values = {str(value) for side in sides for value in (side if isinstance(side, list) else [side])}
         return bool(values & set(field.split(".")))
 
 
@@ -293,30 +240,12 @@ def _covers(name: str, field: str) -> bool:
     return f".{name}." in f".{field}."
 
 
-def _values(pair: Iterable[Any]) -> list[Any]:
-    return [value for side in pair for value in (side if isinstance(side, list) else [side])]
-
-
 def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, list) and isinstance(b, list):
         return sorted(map(repr, a)) == sorted(map(repr, b))
     return bool(a == b)
 
 
-def _overlap(a: list[Any], b: list[Any]) -> bool:
-    return bool(set(map(repr, a)) & set(map(repr, b)))
-
-
 def _close(a: Any, b: Any) -> bool:
     numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in (a, b))
     return numbers and bool(np.isclose(a, b, rtol=CALIBRATION_TOLERANCE))
-
-
-def _same_code(pairs: Mapping[str, tuple[Any, Any]]) -> bool:
-    a, b = pairs.get("code_digest", (None, None))
-    return a is not None and a == b
-
-
-def _plain(value: Any) -> Any:
-    value = value.item() if isinstance(value, np.generic) else value
-    return None if isinstance(value, float) and not np.isfinite(value) else value

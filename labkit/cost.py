@@ -1,7 +1,9 @@
-"""What a call must read and compute at least: FLOPs, bytes, and the time floor they set.
+"""What a call must compute and read at least, and the floor that reading sets.
 
 These are counts from shapes, not measurements; a cell priced with them has origin "modelled".
 """
+
+from typing import Any
 
 from labkit.errors import InputError
 from labkit.shapes import AttentionShape, ModelShape, dtype_bytes
@@ -70,21 +72,14 @@ def forward_flops(model: ModelShape, *, batch_size: int, q_len: int, context_len
     return 2 * weights * batch_size * q_len + model.num_layers * attention_flops(shape)
 
 
-def forward_bytes(
-    model: ModelShape, *, batch_size: int, q_len: int, context_len: int, weight_dtype: str, kv_dtype: str | None = None
-) -> int:
+def forward_bytes(model: ModelShape, *, weight_dtype: str, **call: Any) -> int:
     """Bytes that one forward reads at least: the weights once for the whole batch, and `attention_bytes` per layer.
+
+    call : as `attention_shape` takes it.
 
     Not counted: activations between operations (they stay in cache), logits, the single embedding rows looked up.
     """
-    shape = attention_shape(
-        model,
-        batch_size=batch_size,
-        q_len=q_len,
-        context_len=context_len,
-        weight_dtype=weight_dtype,
-        kv_dtype=kv_dtype,
-    )
+    shape = attention_shape(model, weight_dtype=weight_dtype, **call)
     return model.weight_bytes_read(weight_dtype) + model.num_layers * attention_bytes(shape)
 
 
@@ -107,45 +102,24 @@ def floor_relative_cost(
     model: ModelShape,
     *,
     context_len: int,
-    batch_size: int,
     num_speculative_tokens: int,
-    weight_dtype: str,
-    kv_dtype: str | None = None,
-    read_gb_per_s: float = 1.0,
-    tflops_per_s: float | None = None,
     draft_model: ModelShape | None = None,
+    **call: Any,
 ) -> float:
-    """Break-even acceptance length at the speed of light: one chain-verify step over one plain decode step.
+    """Break-even acceptance length if only reading counted: one chain-verify step over one plain decode step.
 
-    Both steps are priced by `floor_ms` of a whole forward. Without `tflops_per_s` only bytes count and the bandwidth
-    cancels, so it need not be given. `draft_model` adds k single-token forwards over the same context, in the same
-    dtypes; without it drafting is free, as for an n-gram lookup. Not counted: launches, host time, accepting, and the
-    drafter's pass over tokens it did not draft itself.
+    Bytes of whole forwards (`forward_bytes`); the bandwidth cancels. `draft_model` adds k one-token forwards over the
+    same context, in the same dtypes; without it drafting is free, as for an n-gram lookup. Not counted: launches, host
+    time, computing, accepting, and the drafter's pass over tokens it did not draft itself.
 
-    Raises
-    ------
-    InputError
-        num_speculative_tokens below 1, or a rate that is not above 0.
+    call : batch_size, weight_dtype and kv_dtype.
+
+    Raises InputError: num_speculative_tokens below 1.
     """
     if num_speculative_tokens < 1:
         raise InputError(f"num_speculative_tokens must be at least 1, got {num_speculative_tokens}")
-
-    def forward_ms(shape: ModelShape, q_len: int, at_context: int) -> float:
-        return floor_ms(
-            forward_bytes(
-                shape,
-                batch_size=batch_size,
-                q_len=q_len,
-                context_len=at_context,
-                weight_dtype=weight_dtype,
-                kv_dtype=kv_dtype,
-            ),
-            read_gb_per_s,
-            flops=forward_flops(shape, batch_size=batch_size, q_len=q_len, context_len=at_context),
-            tflops_per_s=tflops_per_s,
-        )
-
-    step_ms = forward_ms(model, num_speculative_tokens + 1, context_len)
+    step = forward_bytes(model, q_len=num_speculative_tokens + 1, context_len=context_len, **call)
     if draft_model is not None:
-        step_ms += sum(forward_ms(draft_model, 1, context_len + i) for i in range(num_speculative_tokens))
-    return step_ms / forward_ms(model, 1, context_len)
+        contexts = range(context_len, context_len + num_speculative_tokens)
+        step += sum(forward_bytes(draft_model, q_len=1, context_len=context, **call) for context in contexts)
+    return step / forward_bytes(model, q_len=1, context_len=context_len, **call)

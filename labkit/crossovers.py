@@ -23,18 +23,11 @@ def crossovers(
     curve. Each crossing of the estimate takes from every draw the nearest crossing of the same direction. A draw that
     has none lies beyond the measured contexts, on the side that its sign tells.
 
-    Parameters
-    ----------
-    context_lens, log_speedup
-        float64 [num_contexts], contexts ascending.
-    draws
-        Resampled log speed-ups [resamples, num_contexts].
+    context_lens, log_speedup : float64 [num_contexts], contexts ascending.
+    draws : resampled log speed-ups [resamples, num_contexts].
 
-    Returns
-    -------
-    list of dict
-        context_len, low, high (tokens; None = not bounded within the measured contexts, or no interval for a neighbour)
-        and direction, "pays below" or "pays above".
+    Returns a list of dict: context_len, low, high (tokens; None = not bounded within the measured contexts, or no
+    interval for a neighbour) and direction, "pays below" or "pays above".
     """
     position = np.log2(np.maximum(context_lens, 1))
     resampled = np.isfinite(draws).any(axis=0)

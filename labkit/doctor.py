@@ -11,9 +11,7 @@ from labkit import provenance
 def report(*, calibrate: bool = False) -> dict[str, Any]:
     """Device, versions and backends; with ``calibrate`` the measured read bandwidth, matrix rates and noise too.
 
-    Returns
-    -------
-    dict with ``device``, ``versions``, ``backends`` (name -> "" or why it cannot run) and, if asked, ``calibration``.
+    ``backends`` maps a name to "" or why it cannot run.
     """
     if find_spec("torch") is None:
         backends = {"all": "torch is not installed: nothing can be measured, committed data can be analysed"}

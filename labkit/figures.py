@@ -8,7 +8,6 @@ figure.
 import base64
 import io
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,9 +27,9 @@ FORMATS = ("svg", "pdf", "png")
 # Everything between stored rows and ink. A change in one of these makes a figure stale.
 DRAWING_CODE = (
     *("acceptance.py", "acceptance_join.py", "acceptance_positions.py", "attention_table.py", "breakeven.py"),
-    *("canvas.py", "cost.py", "crossovers.py", "curves.py", "figures.py", "plots_floor.py"),
-    *("intervals.py", "labels.py", "panels.py", "plots.py", "plots_acceptance.py"),
-    *("plots_attention.py", "rows.py", "shapes.py", "speedup.py", "step_costs.py"),
+    *("canvas.py", "cost.py", "crossovers.py", "curves.py", "figures.py", "intervals.py", "labels.py", "panels.py"),
+    *("plots.py", "plots_acceptance.py", "plots_attention.py", "plots_floor.py", "rows.py"),
+    *("shapes.py", "speedup.py", "step_costs.py"),
     "style.py",
 )
 
@@ -48,15 +47,12 @@ class SavedFigure:
         return iter(self.files)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict[str, str], dict[str, Any]]:
-        for file in self.files:
-            if file.suffix == ".png":
-                data = file.read_bytes()
-                width = int.from_bytes(data[16:20], "big")
-                scale = SCREEN_DPI / float(str(RC["savefig.dpi"]))
-                return {"image/png": base64.b64encode(data).decode()}, {
-                    "image/png": {"width": round(width * scale), "alt": self.name}
-                }
-        return {"text/plain": f"{self.name}: {', '.join(file.name for file in self.files)}"}, {}
+        pngs = [file for file in self.files if file.suffix == ".png"]
+        if not pngs:
+            return {"text/plain": f"{self.name}: {', '.join(file.name for file in self.files)}"}, {}
+        data = pngs[0].read_bytes()
+        width = int.from_bytes(data[16:20], "big") * SCREEN_DPI / float(str(RC["savefig.dpi"]))
+        return {"image/png": base64.b64encode(data).decode()}, {"image/png": {"width": round(width), "alt": self.name}}
 
 
 def save_figure(
@@ -69,17 +65,10 @@ def save_figure(
 ) -> SavedFigure:
     """Write ``fig`` as ``<out_dir>/<name>.<format>`` and ``<name>.json``.
 
-    Parameters
-    ----------
-    sources
-        Run files (or folders of runs) that the figure was drawn from.
-    formats
-        Of svg, pdf, png.
+    sources : run files (or folders of runs) that the figure was drawn from.
+    formats : of svg, pdf, png.
 
-    Raises
-    ------
-    InputError
-        No sources, a missing run or sidecar, an unknown format, or a name that is not a plain file name.
+    Raises InputError: no sources, a missing run or sidecar, an unknown format, or a name that is not a plain file name.
     """
     if unknown := [entry for entry in formats if entry not in FORMATS]:
         raise InputError(f"formats: want some of {', '.join(FORMATS)}; got {unknown[0]!r}")
@@ -93,19 +82,16 @@ def save_figure(
         for entry in formats:
             buffer = io.BytesIO()
             fig.savefig(buffer, format=entry, metadata=_metadata(entry, name, record))
-            files.append(_write(folder / f"{name}.{entry}", buffer.getvalue()))
+            files.append(paths.write_whole(folder / f"{name}.{entry}", buffer.getvalue()))
     full = record | {"files": {file.name: file_digest(file) for file in files}}
-    sidecar = _write(folder / f"{name}.json", (json.dumps(full, indent=1, sort_keys=True) + "\n").encode())
+    sidecar = paths.write_whole(folder / f"{name}.json", (json.dumps(full, indent=1, sort_keys=True) + "\n").encode())
     return SavedFigure(name, tuple(files), sidecar)
 
 
 def provenance(name: str, sources: Sequence[Path | str]) -> dict[str, Any]:
     """What a figure was made from: name, versions that draw, digest of the drawing code, one record per data run.
 
-    Raises
-    ------
-    InputError
-        No sources, or a missing run or sidecar.
+    Raises InputError: no sources, or a missing run or sidecar.
     """
     files = sorted({file for source in sources for file in run_files(Path(source))}, key=lambda file: file.name)
     if not files:
@@ -167,10 +153,3 @@ def _metadata(entry: str, name: str, record: dict[str, Any]) -> dict[str, Any]:
     if entry == "pdf":
         return {"Title": name, "Creator": f"labkit {__version__}", "Keywords": text, "CreationDate": None}
     return {"Title": name, "Creator": f"labkit {__version__}", "Description": text, "Date": None}
-
-
-def _write(path: Path, content: bytes) -> Path:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)
-    return path

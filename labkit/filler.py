@@ -13,26 +13,9 @@ from labkit.errors import InputError
 FillerKind = Literal["text", "code"]
 # Sources that CPython ships as plain files on every platform since 3.11; none of them is frozen.
 _CODE_MODULES = (
-    "argparse",
-    "ast",
-    "configparser",
-    "dataclasses",
-    "difflib",
-    "doctest",
-    "fractions",
-    "inspect",
-    "ipaddress",
-    "mailbox",
-    "pickle",
-    "shutil",
-    "smtplib",
-    "statistics",
-    "subprocess",
-    "tarfile",
-    "threading",
-    "traceback",
-    "typing",
-    "uuid",
+    *("argparse", "ast", "configparser", "dataclasses", "difflib", "doctest", "fractions", "inspect", "ipaddress"),
+    *("mailbox", "pickle", "shutil", "smtplib", "statistics", "subprocess", "tarfile", "threading", "traceback"),
+    *("typing", "uuid"),
 )
 _PASSAGE_CHARS = 4000
 
@@ -42,10 +25,7 @@ def filler_text(kind: FillerKind, *, order: str) -> str:
 
     Text is the language reference behind ``help()``, about 110,000 tokens; code is the standard library, about 350,000.
 
-    Raises
-    ------
-    InputError
-        `kind` is unknown, or this installation lacks the sources.
+    Raises InputError: `kind` is unknown, or this installation lacks the sources.
     """
     passages = list(_passages(kind))
     random.Random(f"{kind}:{order}").shuffle(passages)

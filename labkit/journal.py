@@ -6,6 +6,7 @@ sidecar.
 """
 
 import fcntl
+import itertools
 import json
 import os
 from collections import Counter
@@ -63,23 +64,24 @@ def read_header(path: Path) -> dict[str, Any] | None:
 class Journal:
     """An open journal, locked against a second writer. Use `create_journal` or `open_journal`."""
 
-    def __init__(self, path: Path, handle: int):
+    def __init__(self, path: Path, flags: int = 0):
         self.path = path
         self.attempts: dict[str, Attempt] = {}
         self.sessions: list[dict[str, Any]] = []
         self.header: dict[str, Any] = {}
-        self._handle = handle
         self._size = 0
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(handle)
-            raise InputError(
-                f"{path}: another sweep writes this run; wait for it, or start a new run (--no-resume)"
-            ) from None
+            self._handle = os.open(path, os.O_RDWR | os.O_APPEND | flags, 0o644)
         except OSError as error:
-            os.close(handle)
-            raise InputError(f"{path}: cannot be locked: {error.strerror}") from error
+            raise InputError(f"cannot write {path}: {error.strerror}") from error
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self.close()
+            reason = f"cannot be locked: {error.strerror}"
+            if isinstance(error, BlockingIOError):
+                reason = "another sweep writes this run; wait for it, or start a new run (--no-resume)"
+            raise InputError(f"{path}: {reason}") from error
 
     def read(self) -> None:
         """Index the lines, and cut a last line that a killed process left torn."""
@@ -104,14 +106,8 @@ class Journal:
     def append(self, record: dict[str, Any]) -> None:
         """Write one line; on return it survives a crash of the process and of the machine.
 
-        Raises
-        ------
-        InputError
-            The disk is full or refuses. The journal holds what it held before.
-        ValueError
-            The record holds NaN or infinity.
-        TypeError
-            The record holds something JSON has no word for.
+        Raises InputError: the disk is full or refuses; the journal holds what it held before. ValueError, TypeError:
+        the record holds NaN, infinity or something that JSON has no word for.
         """
         line = _line(record)
         try:
@@ -121,28 +117,19 @@ class Journal:
             os.fsync(self._handle)
         except OSError as error:
             os.ftruncate(self._handle, self._size)
-            kept = len(self.attempts)
-            raise InputError(
-                f"{self.path}: cannot write: {error.strerror}; the {kept} stored points are kept, "
-                "make room and run again to resume"
-            ) from error
+            kept = f"the {len(self.attempts)} stored points are kept, make room and run again to resume"
+            raise InputError(f"{self.path}: cannot write: {error.strerror}; {kept}") from error
         self._index(record, self._size)
         self._size += len(line)
 
-    def catch_up(self) -> None:
-        """Read again if an interrupt came between a line on disk and its entry in memory."""
-        if self.path.stat().st_size != self._size:
-            self.read()
+    def status(self, point_key: str) -> str | None:
+        """How the last attempt at a point ended, None without one."""
+        attempt = self.attempts.get(point_key)
+        return attempt.status if attempt else None
 
     def is_final(self, point_key: str) -> bool:
         """Whether the point has been measured, or has failed in a way that would only repeat."""
-        attempt = self.attempts.get(point_key)
-        return attempt is not None and attempt.status in FINAL_STATUSES
-
-    def is_ok(self, point_key: str) -> bool:
-        """Whether the point has samples."""
-        attempt = self.attempts.get(point_key)
-        return attempt is not None and attempt.status == "ok"
+        return self.status(point_key) in FINAL_STATUSES
 
     def records(self) -> Iterator[dict[str, Any]]:
         """The last attempt at each point, in the order of the journal."""
@@ -163,19 +150,8 @@ class Journal:
 
 
 def create_journal(folder: Path, header: dict[str, Any]) -> Journal:
-    """A new journal ``<folder>/<run_id>.jsonl``.
-
-    Raises
-    ------
-    InputError
-        The folder cannot be written.
-    """
-    path = folder / f"{header['run_id']}.jsonl"
-    try:
-        handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}") from error
-    journal = Journal(path, handle)
+    """A new journal ``<folder>/<run_id>.jsonl``. Raises InputError: the folder cannot be written."""
+    journal = Journal(folder / f"{header['run_id']}.jsonl", os.O_CREAT | os.O_EXCL)
     journal.append({"kind": "header", "schema_version": SCHEMA_VERSION, **header})
     sync_folder(folder)
     return journal
@@ -184,16 +160,9 @@ def create_journal(folder: Path, header: dict[str, Any]) -> Journal:
 def open_journal(path: Path) -> Journal:
     """An existing journal, to go on with.
 
-    Raises
-    ------
-    InputError
-        Another process writes it, it is corrupt, or of another schema version.
+    Raises InputError: another process writes it, it is corrupt, or of another schema version.
     """
-    try:
-        handle = os.open(path, os.O_RDWR | os.O_APPEND)
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}") from error
-    journal = Journal(path, handle)
+    journal = Journal(path)
     try:
         journal.read()
         version = journal.header.get("schema_version")
@@ -211,11 +180,8 @@ def rows_table(header: dict[str, Any], records: Iterable[dict[str, Any]]) -> pa.
     A value of a sample wins over one of the whole measurement, that over the point's. Parameters of a point
     that are no column stay in the point key.
 
-    Raises
-    ------
-    InputError
-        A measured column that the experiment does not have or that a sweep fills in, or a value of the wrong
-        type.
+    Raises InputError: a measured column that the experiment does not have or that a sweep fills in, or a value of the
+    wrong type.
     """
     names = {column.name for column in columns(header["experiment"])}
     values: dict[str, list[Any]] = {name: [] for name in names}
@@ -230,27 +196,16 @@ def rows_table(header: dict[str, Any], records: Iterable[dict[str, Any]]) -> pa.
         base |= record.get("fields", {})
         base |= {"run_id": header["run_id"], "experiment": header["experiment"], "gpu": header["gpu"]}
         base |= {"point_key": record["point_key"], "status": record["status"], "reason": record.get("reason")}
-        per_sample = set().union(*samples)
-        if record["status"] == "ok" and "sample" not in per_sample:
+        if record["status"] == "ok":
             samples = [{"sample": index, **sample} for index, sample in enumerate(samples)]
-            per_sample.add("sample")
         for name in names:
-            default = base.get(name)
-            if name in per_sample:
-                values[name] += [sample.get(name, default) for sample in samples]
-            else:
-                values[name] += [default] * len(samples)
+            values[name] += [sample.get(name, base.get(name)) for sample in samples]
     return build_table(header["experiment"], values)
 
 
 def _tables(journal: Journal) -> Iterator[pa.Table]:
-    chunk: list[dict[str, Any]] = []
-    for record in journal.records():
-        chunk.append(record)
-        if len(chunk) == _POINTS_PER_ROW_GROUP:
-            yield rows_table(journal.header, chunk)
-            chunk = []
-    if chunk:
+    records = journal.records()
+    while chunk := list(itertools.islice(records, _POINTS_PER_ROW_GROUP)):
         yield rows_table(journal.header, chunk)
 
 
@@ -273,12 +228,10 @@ def is_compacted(journal: Journal) -> bool:
 def compact(journal: Journal) -> Path:
     """Write ``<run_id>.parquet`` and ``.json`` beside the journal, which stays.
 
-    Raises
-    ------
-    InputError
-        The files cannot be written.
+    Raises InputError: the files cannot be written.
     """
-    journal.catch_up()
+    if journal.path.stat().st_size != journal._size:  # an interrupt between a line on disk and its entry in memory
+        journal.read()
     calibrations = [s["calibration"] for s in journal.sessions if s.get("calibration")]
     counts = counts_by_status(journal)
     sidecar = {

@@ -21,36 +21,20 @@ def _per_request(name: str, value: int | Sequence[int], batch_size: int) -> list
 class PagedKVCache:
     """K and V of every layer in pages of `page_size` tokens.
 
-    Parameters
-    ----------
-    max_context_len
-        Tokens a request can hold; rounded up to whole pages.
-    dtype
-        A torch floating dtype.
-    page_order
-        ``"sequential"``: the pages of one request follow each other, so `dense` and `stacked` copy nothing.
+    max_context_len : tokens a request can hold; rounded up to whole pages.
+    dtype : a torch floating dtype.
+    page_order : ``"sequential"``: the pages of one request follow each other, so `dense` and `stacked` copy nothing.
         ``"permuted"``: the pages of all requests are shuffled over the pool with `generator`.
 
-    Attributes
-    ----------
-    k, v
-        ``[num_layers, num_pages, page_size, num_kv_heads, head_dim]``. Slots without a token hold anything.
-    page_table
-        int32 ``[batch_size, max_pages]`` on `device`: page of each block of `page_size` tokens.
-    k_scale, v_scale
-        What the stored keys and values are multiplied with (1 unless the cache is quantised).
-    shared_prefix_len
-        Tokens at the start that lie in the same pages for all requests (`share_prefix`).
+    k, v : ``[num_layers, num_pages, page_size, num_kv_heads, head_dim]``. Slots without a token hold anything.
+    page_table : int32 ``[batch_size, max_pages]`` on `device`: page of each block of `page_size` tokens.
+    k_scale, v_scale : what the stored keys and values are multiplied with (1 unless the cache is quantised).
+    shared_prefix_len : tokens at the start that lie in the same pages for all requests (`share_prefix`).
 
-    Notes
-    -----
     `rows` gives a view on some of the requests. Storage **and lengths** are shared: what a view appends, advances or
     truncates is seen by the cache it came from, and the other way round.
 
-    Raises
-    ------
-    InputError
-        A size is below 1, `page_order` is unknown, or ``"permuted"`` came without a generator.
+    Raises InputError: a size is below 1, `page_order` is unknown, or ``"permuted"`` came without a generator.
     """
 
     def __init__(
@@ -133,10 +117,7 @@ class PagedKVCache:
     def append(self, layer: int, k_new: Tensor, v_new: Tensor) -> None:
         """Write ``[batch_size, q_len, num_kv_heads, head_dim]`` behind the cached tokens; lengths stay as they are.
 
-        Raises
-        ------
-        ValueError
-            The shape does not fit the cache, or the tokens do not fit in it.
+        Raises ValueError: the shape does not fit the cache, or the tokens do not fit in it.
         """
         q_len = k_new.shape[1]
         key = (q_len, self.context_lens)
@@ -173,22 +154,13 @@ class PagedKVCache:
     def advance(self, q_len: int | Sequence[int]) -> None:
         """Count `q_len` appended tokens (per request when a sequence) as cached.
 
-        Raises
-        ------
-        ValueError
-            Negative, one entry too many or too few, or beyond `max_context_len`.
+        Raises ValueError: negative, one entry too many or too few, or beyond `max_context_len`.
         """
         steps = _per_request("q_len", q_len, self.batch_size)
         self._set_lens([old + step for old, step in zip(self.context_lens, steps, strict=True)])
 
     def truncate(self, context_lens: int | Sequence[int]) -> None:
-        """Drop the tokens behind `context_lens`, as after a rejection.
-
-        Raises
-        ------
-        ValueError
-            A request would grow.
-        """
+        """Drop the tokens behind `context_lens`, as after a rejection. Raises ValueError: a request would grow."""
         wanted = _per_request("context_lens", context_lens, self.batch_size)
         if any(new > old for new, old in zip(wanted, self.context_lens, strict=True)):
             raise ValueError(f"context_lens must not exceed the cached {self.context_lens}, got {wanted}")
@@ -236,10 +208,7 @@ class PagedKVCache:
     def rows(self, requests: Sequence[int]) -> "PagedKVCache":
         """A view on these requests, in this order; it shares storage and lengths with this cache.
 
-        Raises
-        ------
-        ValueError
-            No request, one twice, or one out of range.
+        Raises ValueError: no request, one twice, or one out of range.
         """
         chosen = list(requests)
         if not chosen or len(set(chosen)) < len(chosen) or not all(0 <= r < self.batch_size for r in chosen):

@@ -6,6 +6,7 @@ Both are artists, so that positions follow every later change of size, renderer 
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from matplotlib.artist import Artist
@@ -26,85 +27,50 @@ def spread(
 
     Pool-adjacent-violators on the targets shifted by the room that the intervals before them need; the result is
     clipped to ``[low, high]`` where it fits. Any unit; float64 ``[num_labels]`` in the order given.
-
-    Raises
-    ------
-    ValueError
-        If ``targets`` and ``sizes`` differ in length.
     """
     if len(targets) != len(sizes):
         raise ValueError(f"sizes: want one per target ({len(targets)}); got {len(sizes)}")
+    if not len(targets):
+        return np.empty(0)
     order = np.argsort(np.asarray(targets, dtype=float), kind="stable")
     size = np.asarray(sizes, dtype=float)[order]
-    before = np.concatenate([[0.0], np.cumsum((size[:-1] + size[1:]) / 2)]) if len(size) else size
-    blocks: list[list[float]] = []  # [mean, count] of pooled labels
+    before = np.concatenate([[0.0], np.cumsum((size[:-1] + size[1:]) / 2)])
+    blocks: list[list[float]] = []  # shifted targets of labels that are pooled at their mean
     for value in np.asarray(targets, dtype=float)[order] - before:
-        blocks.append([value, 1])
-        while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
-            mean, count = blocks.pop()
-            blocks[-1] = [
-                (blocks[-1][0] * blocks[-1][1] + mean * count) / (blocks[-1][1] + count),
-                blocks[-1][1] + count,
-            ]
-    shifted = np.array([mean for mean, count in blocks for _ in range(int(count))])
-    if len(shifted):
-        # Clipping the shifted values keeps them in order, so nothing can overlap afterwards.
-        ceiling = high - size[-1] / 2 - before[-1]
-        shifted = np.clip(shifted, low + size[0] / 2, max(ceiling, low + size[0] / 2))
+        blocks.append([value])
+        while len(blocks) > 1 and np.mean(blocks[-2]) > np.mean(blocks[-1]):
+            blocks[-2:] = [blocks[-2] + blocks[-1]]
+    shifted = np.concatenate([np.full(len(block), np.mean(block)) for block in blocks])
+    # Clipping the shifted values keeps them in order, so nothing can overlap afterwards.
+    lowest = low + size[0] / 2
     centres = np.empty(len(size))
-    centres[order] = shifted + before
+    centres[order] = np.clip(shifted, lowest, max(high - size[-1] / 2 - before[-1], lowest)) + before
     return centres
 
 
-class EndLabels(Artist):
-    """Labels right of an axes at the heights of its line ends, spread so that they never overlap.
+class _Placed(Artist):
+    """Texts of an axes, and lines to them, that `place` puts where a renderer's text sizes want them."""
 
-    A thin leader joins a label to its line where the label had to move or the line ends early.
-    """
-
-    def __init__(self, ax: Axes, *, gap_points: float = 4.0):
+    def __init__(self, ax: Axes, zorder: float):
         super().__init__()
         self.set_figure(ax.figure)
         self.host = ax
-        self.gap_points = gap_points
-        self.ends: list[tuple[float, float]] = []
         self.texts: list[Text] = []
         self.leaders: list[Line2D] = []
-        self.set_zorder(5)
+        self.set_zorder(zorder)
         self.set_clip_on(False)
         ax.add_artist(self)
         self.set_clip_path(None)
 
-    def add(self, x: float, y: float, text: str, *, color: str, size: float = 7.0) -> Text:
-        """Label the end (x, y), in data coordinates."""
-        label = Text(
-            0, 0, text, color=text_color(color), size=size, ha="left", va="center", transform=IdentityTransform()
-        )
-        leader = Line2D([], [], color=color, linewidth=0.5, alpha=0.7, transform=IdentityTransform())
-        for artist in (label, leader):
-            artist.set_figure(self.host.figure)
-        self.ends.append((x, y))
-        self.texts.append(label)
-        self.leaders.append(leader)
-        return label
+    def _new_text(self, text: str, color: str, size: float, va: str) -> Text:
+        look: dict[str, Any] = {"color": text_color(color), "size": size, "ha": "left", "va": va}
+        self.texts.append(Text(0, 0, text, transform=IdentityTransform(), **look))
+        self.texts[-1].set_figure(self.host.figure)
+        return self.texts[-1]
 
     def place(self, renderer: RendererBase) -> None:
-        """Put every label where this renderer's text sizes want it, in display coordinates."""
-        if not self.texts:
-            return
-        box, pixel = self.host.bbox, _pixel(renderer)
-        ends = self.host.transData.transform(np.array(self.ends, dtype=float))
-        heights = [text.get_window_extent(renderer).height + 1.0 * pixel for text in self.texts]
-        targets = np.clip(ends[:, 1], box.y0, box.y1)
-        centres = spread(list(targets), heights, low=box.y0 - 4 * pixel, high=box.y1 + 4 * pixel)
-        left = box.x1 + self.gap_points * pixel
-        for text, leader, (x_end, _), target, centre in zip(
-            self.texts, self.leaders, ends, targets, centres, strict=True
-        ):
-            text.set_position((left, centre))
-            start = min(x_end + 3 * pixel, box.x1)
-            moved = abs(centre - target) > 2 * pixel or box.x1 - x_end > 14 * pixel
-            leader.set_data(([start, box.x1, left - pixel], [target, target, centre]) if moved else ([], []))
+        """Set the positions, in display coordinates."""
+        raise NotImplementedError
 
     def draw(self, renderer: RendererBase) -> None:
         """Place, then draw."""
@@ -112,6 +78,41 @@ class EndLabels(Artist):
             self.place(renderer)
             for artist in (*self.leaders, *self.texts):
                 artist.draw(renderer)
+
+
+class EndLabels(_Placed):
+    """Labels right of an axes at the heights of its line ends, spread so that they never overlap.
+
+    A thin leader joins a label to its line where the label had to move or the line ends early.
+    """
+
+    def __init__(self, ax: Axes):
+        super().__init__(ax, zorder=5)
+        self.ends: list[tuple[float, float]] = []
+
+    def add(self, x: float, y: float, text: str, *, color: str, size: float = 7.0) -> None:
+        """Label the end (x, y), in data coordinates."""
+        self.ends.append((x, y))
+        self._new_text(text, color, size, "center")
+        self.leaders.append(Line2D([], [], color=color, linewidth=0.5, alpha=0.7, transform=IdentityTransform()))
+        self.leaders[-1].set_figure(self.host.figure)
+
+    def place(self, renderer: RendererBase) -> None:
+        """Put every label beside the axes, in display coordinates."""
+        if not self.texts:
+            return
+        box, pixel = self.host.bbox, _pixel(renderer)
+        ends = self.host.transData.transform(np.array(self.ends, dtype=float))
+        heights = [text.get_window_extent(renderer).height + pixel for text in self.texts]
+        targets = np.clip(ends[:, 1], box.y0, box.y1)
+        centres = spread(list(targets), heights, low=box.y0 - 4 * pixel, high=box.y1 + 4 * pixel)
+        left = box.x1 + 4 * pixel
+        for index, (x_end, target, centre) in enumerate(zip(ends[:, 0], targets, centres, strict=True)):
+            self.texts[index].set_position((left, centre))
+            start = min(x_end + 3 * pixel, box.x1)
+            moved = abs(centre - target) > 2 * pixel or box.x1 - x_end > 14 * pixel
+            line = ([start, box.x1, left - pixel], [target, target, centre]) if moved else ([], [])
+            self.leaders[index].set_data(line)
 
     def get_window_extent(self, renderer: RendererBase | None = None) -> Bbox:
         """Box around the labels, in display coordinates."""
@@ -132,25 +133,15 @@ class _Note:
     stretch: tuple[float, float, float] | None
 
 
-class Notes(Artist):
+class Notes(_Placed):
     """Notes inside an axes. Each takes the place near its anchor that covers the fewest curves and other notes."""
 
     _STEPS = 28
 
     def __init__(self, ax: Axes):
-        super().__init__()
-        self.set_figure(ax.figure)
-        self.host = ax
+        super().__init__(ax, zorder=6)
         self.notes: list[_Note] = []
-        self.set_zorder(6)
-        ax.add_artist(self)
-        self.set_clip_path(None)
         self.set_in_layout(False)
-
-    @property
-    def texts(self) -> list[Text]:
-        """All lines, in the order they were added."""
-        return [text for note in self.notes for text in note.texts]
 
     def add(
         self,
@@ -160,14 +151,9 @@ class Notes(Artist):
         size: float = NOTE_SIZE,
     ) -> None:
         """Add a note of (text, colour) lines near the vertical ``stretch`` (x, low, high; data), or anywhere."""
-        texts = []
-        for line, color in lines:
-            text = Text(
-                0, 0, line, color=text_color(color), size=size, ha="left", va="bottom", transform=IdentityTransform()
-            )
-            text.set_figure(self.host.figure)
+        texts = [self._new_text(line, color, size, "bottom") for line, color in lines]
+        for text in texts:
             text.set_bbox({"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.5})
-            texts.append(text)
         self.notes.append(_Note(tuple(texts), stretch))
 
     def place(self, renderer: RendererBase) -> None:
@@ -176,7 +162,9 @@ class Notes(Artist):
         placed: list[Bbox] = []
         for note in self.notes:
             obstacles = _obstacle_points(self.host, renderer, guides=note.stretch is None)
-            _fold(note.texts, self.host.bbox.width - 4 * pixel, renderer)
+            first, wide = note.texts[0], self.host.bbox.width - 4 * pixel
+            if len(note.texts) == 1 and first.get_window_extent(renderer).width > wide:
+                first.set_text(first.get_text().replace(" [", "\n["))
             sizes = [text.get_window_extent(renderer) for text in note.texts]
             line = max(size.height for size in sizes)
             width, height = max(size.width for size in sizes), line * len(sizes)
@@ -216,23 +204,10 @@ class Notes(Artist):
                 away += 1.5  # over the stretch the text hides a part of the line; beside it is better
         return away + 4.0 * hit + 1000.0 * clash + 50.0 * outside / pixel
 
-    def draw(self, renderer: RendererBase) -> None:
-        """Place, then draw."""
-        if self.get_visible():
-            self.place(renderer)
-            for text in self.texts:
-                text.draw(renderer)
-
 
 def _pixel(renderer: RendererBase) -> float:
     """One point in display units."""
     return float(np.asarray(renderer.points_to_pixels(1.0)))
-
-
-def _fold(texts: Sequence[Text], width: float, renderer: RendererBase) -> None:
-    """Break a note of one line before its bracket when it is wider than the axes, in display units."""
-    if len(texts) == 1 and texts[0].get_window_extent(renderer).width > width:
-        texts[0].set_text(texts[0].get_text().replace(" [", "\n["))
 
 
 def _obstacle_points(ax: Axes, renderer: RendererBase, *, guides: bool) -> np.ndarray:

@@ -22,24 +22,14 @@ SOURCES = ("committed", "run")
 class Session:
     """The parameters of a notebook, and the runs it has used so far.
 
-    Parameters
-    ----------
-    source
-        "committed" reads stored runs, "run" measures first (and only then needs torch).
-    preset
-        Preset of the experiments. With "committed" it picks the device where there are several: "gpu" the GPU
+    source : "committed" reads stored runs, "run" measures first (and only then needs torch).
+    preset : preset of the experiments. With "committed" it picks the device where there are several: "gpu" the GPU
         measured last, any other the CPU measured last, if there is one.
-    data_dir
-        Folder of stored runs; "" is LABKIT_DATA or ``data/runs``.
-    out_dir
-        Where "run" writes; "" is ``data/runs``.
-    figures_dir
-        Where figures are saved; "" shows them only.
+    data_dir : folder of stored runs; "" is LABKIT_DATA or ``data/runs``.
+    out_dir : where "run" writes; "" is ``data/runs``.
+    figures_dir : where figures are saved; "" shows them only.
 
-    Raises
-    ------
-    InputError
-        Unknown source.
+    Raises InputError: unknown source.
     """
 
     source: str = "committed"

@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from labkit.paths import write_whole
+
 STATUSES = ("ok", "cell-error", "timeout", "kernel-died")
 _TAIL_CHARACTERS = 2000
 
@@ -44,11 +46,8 @@ class Verdict:
     def __str__(self) -> str:
         """One plain line, as progress shows it."""
         where = f" in cell {self.cell}" if self.cell is not None else ""
-        what = (
-            f" {self.error_name}: {self.error_value.splitlines()[0] if self.error_value else ''}"
-            if self.error_name
-            else ""
-        )
+        first = self.error_value.partition("\n")[0]
+        what = f" {self.error_name}: {first}" if self.error_name else ""
         html = f" (no HTML: {self.html_error})" if self.html_error else ""
         return f"{self.notebook:<24} {self.status}{where}, {self.seconds:.1f} s{what}{html}"
 
@@ -121,16 +120,15 @@ def export_html(executed: Path, html: Path) -> None:
 
     notebook = nbformat.read(executed, as_version=4)
     notebook.metadata.pop("widgets", None)
-    exporter = HTMLExporter(
-        mathjax_url="", require_js_url="", jquery_url="", mermaid_js_url="", mermaid_layout_elk_js_url=""
-    )
+    outside = ("mathjax_url", "require_js_url", "jquery_url", "mermaid_js_url", "mermaid_layout_elk_js_url")
+    exporter = HTMLExporter(**dict.fromkeys(outside, ""))
     body, _ = exporter.from_notebook_node(notebook, resources={"metadata": {"name": executed.stem}})
-    _replace(html, body)
+    write_whole(html, body.encode())
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write JSON so that a reader sees the old file or the new one, never half of one."""
-    _replace(path, json.dumps(content, indent=1, sort_keys=True) + "\n")
+    write_whole(path, json.dumps(content, indent=1, sort_keys=True).encode() + b"\n")
 
 
 def declared_parameters(source: Path) -> set[str]:
@@ -159,12 +157,7 @@ def _judge(error: Exception, executed: Path) -> dict[str, Any]:
 
     if isinstance(error, PapermillExecutionError):
         name, value, cell = error.ename, error.evalue, error.exec_count
-        return {
-            "status": "cell-error",
-            "error_name": name,
-            "error_value": value[-_TAIL_CHARACTERS:],
-            "cell": cell,
-        }
+        return {"status": "cell-error", "error_name": name, "error_value": value[-_TAIL_CHARACTERS:], "cell": cell}
     if isinstance(error, CellTimeoutError):
         status = "timeout"
     elif isinstance(error, RuntimeError):  # DeadKernelError, or a kernel that never answered
@@ -172,12 +165,7 @@ def _judge(error: Exception, executed: Path) -> dict[str, Any]:
     else:
         raise error
     value = str(error).strip().splitlines()[0] if str(error).strip() else ""
-    return {
-        "status": status,
-        "error_name": type(error).__name__,
-        "error_value": value,
-        "cell": _stopped_in(executed),
-    }
+    return {"status": status, "error_name": type(error).__name__, "error_value": value, "cell": _stopped_in(executed)}
 
 
 def _code_cells(executed: Path) -> list[Any]:
@@ -185,10 +173,6 @@ def _code_cells(executed: Path) -> list[Any]:
 
     cells = nbformat.read(executed, as_version=4).cells
     return [cell for cell in cells if cell.cell_type == "code" and cell.source.strip()]
-
-
-def _errors(cell: Any) -> list[Any]:
-    return [output for output in cell.outputs if output.output_type == "error"]
 
 
 def _stopped_in(executed: Path) -> int | None:
@@ -201,13 +185,10 @@ def _stopped_in(executed: Path) -> int | None:
 def _quiet_exit(executed: Path) -> dict[str, Any]:
     """``ok``, or ``cell-error`` after ``sys.exit(0)``, which papermill lets pass with cells still to run."""
     for number, cell in enumerate(_code_cells(executed), start=1):
-        for error in _errors(cell):
-            return {
-                "status": "cell-error",
-                "error_name": error.ename,
-                "error_value": error.evalue,
-                "cell": number,
-            }
+        for output in cell.outputs:
+            if output.output_type == "error":
+                what = {"error_name": output.ename, "error_value": output.evalue, "cell": number}
+                return {"status": "cell-error", **what}
     return {"status": "ok"}
 
 
@@ -225,9 +206,3 @@ class _Lines:
 
     def flush(self) -> None:
         """Do nothing: a line goes out when it is complete."""
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)

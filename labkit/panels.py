@@ -12,13 +12,14 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from labkit.breakeven import Breakeven
+from labkit.breakeven import CURVE_COLUMNS, Breakeven
 from labkit.canvas import add_header, add_legend, freeze_layout, new_figure
 from labkit.cost import floor_relative_cost
 from labkit.errors import InputError
 from labkit.plots import ACCEPTANCE_ORIGINS, plot_breakeven, plot_speedup
+from labkit.rows import listed
 from labkit.shapes import model_shape
-from labkit.style import INK, TEXT_WIDTH_IN, series_styles, styled
+from labkit.style import INK, TEXT_WIDTH_IN, display_name, series_styles, styled
 
 FACETS = ("num_speculative_tokens", "batch_size", "workload")
 _MAX_COLUMNS = 4
@@ -30,43 +31,27 @@ _FIXED = ("gpu", "target", "drafter", "temperature", "weight_dtype", "kv_dtype")
 def figure_breakeven(
     result: Breakeven,
     *,
-    panels: Sequence[str] | None = None,
-    floor: pd.DataFrame | None = None,
     labels: Mapping[str, str] | None = None,
     width_in: float = TEXT_WIDTH_IN,
     title: str = "Where speculative decoding pays",
 ) -> Figure:
     """Break-even against context: one panel per k, batch size and, where the cost follows the text, workload.
 
-    Parameters
-    ----------
-    panels
-        Columns to split by, at most two; by default those of ``FACETS`` that vary (workload only where the cost
-        depends on it).
-    floor
-        As in `plot_breakeven`, with the panel columns; by default `breakeven_floor`. An empty frame draws none.
-    labels
-        Display names for backends, workloads, models and devices.
-    width_in
-        `TEXT_WIDTH_IN` or `COLUMN_WIDTH_IN`.
+    labels : display names for backends, workloads, models and devices.
+    width_in : `TEXT_WIDTH_IN` or `COLUMN_WIDTH_IN`.
 
-    Raises
-    ------
-    InputError
-        No cells, more than one GPU, model, drafter, temperature or dtype, or more than two columns to split by.
+    Raises InputError: no cells; more than one GPU, model, drafter, temperature or dtype; or k, batch size and workload
+    all need panels.
     """
-    cells = result.cells
-    floor = breakeven_floor(cells) if floor is None else floor
+    cells, floor = result.cells, breakeven_floor(result.cells)
 
-    def draw(ax: Axes, part: pd.DataFrame, here: Mapping[str, Any], styles: Mapping[str, Any]) -> None:
-        low = floor
-        for name, value in here.items():
-            low = low[low[name] == value] if name in low else low
-        plot_breakeven(part, ax=ax, crossovers=result.crossovers, floor=low, labels=labels, styles=styles)
+    def draw(ax: Axes, here: Mapping[str, Any], styles: Mapping[str, Any]) -> None:
+        curves: dict[str, Any] = {"crossovers": result.crossovers, "floor": _at(floor, here)}
+        plot_breakeven(_at(cells, here), ax=ax, labels=labels, styles=styles, **curves)
 
-    figure = _facets(
-        cells, draw, panels=panels, labels=labels, width_in=width_in, title=title, baseline=result.baseline
-    )
+    panels = _panel_columns(cells)
+    figure = _facets(cells, panels, draw, labels, width_in)
+    add_header(figure, title, describe(cells, result.baseline, labels=labels, without=panels))
     _legend(figure, cells)
     freeze_layout(figure)
     return figure
@@ -76,24 +61,20 @@ def figure_breakeven(
 def figure_speedup(
     result: Breakeven,
     *,
-    panels: Sequence[str] | None = None,
     labels: Mapping[str, str] | None = None,
     width_in: float = TEXT_WIDTH_IN,
     title: str = "Speed-up over plain decode",
 ) -> Figure:
     """Speed-up against context, one panel per k, batch size and workload that vary. Raises as `figure_breakeven`."""
     cells = result.cells[result.cells["speedup"].notna()]
-    panels = _varying(cells, FACETS) if panels is None else panels
 
-    def draw(ax: Axes, part: pd.DataFrame, here: Mapping[str, Any], styles: Mapping[str, Any]) -> None:
-        plot_speedup(part, ax=ax, labels=labels, styles=styles)
+    def draw(ax: Axes, here: Mapping[str, Any], styles: Mapping[str, Any]) -> None:
+        plot_speedup(_at(cells, here), ax=ax, labels=labels, styles=styles)
 
-    figure = _facets(
-        cells, draw, panels=panels, labels=labels, width_in=width_in, title=title, baseline=result.baseline
-    )
-    limits = np.array([ax.get_ylim() for ax in figure.axes if ax.get_visible()])
-    for ax in figure.axes:
-        ax.set_ylim(limits[:, 0].min(), limits[:, 1].max())
+    panels = _varying(cells, FACETS)
+    figure = _facets(cells, panels, draw, labels, width_in)
+    add_header(figure, title, describe(cells, result.baseline, labels=labels, without=panels))
+    _share_limits([ax for ax in figure.axes if ax.get_visible()])
     freeze_layout(figure)
     return figure
 
@@ -112,16 +93,10 @@ def breakeven_floor(cells: pd.DataFrame) -> pd.DataFrame:
             draft_model = None if row["drafter"] == "ngram" else model_shape(row["drafter"])
         except InputError:
             continue
-        cost = floor_relative_cost(
-            model,
-            context_len=int(row["context_len"]),
-            batch_size=int(row["batch_size"]),
-            weight_dtype=row["weight_dtype"],
-            kv_dtype=row["kv_dtype"],
-            num_speculative_tokens=int(row["num_speculative_tokens"]),
-            draft_model=draft_model,
-        )
-        rows.append({name: row[name] for name in keys[2:5]} | {"relative_step_cost": cost, "origin": "modelled"})
+        sizes = {name: int(row[name]) for name in keys[2:5]}
+        dtypes = {name: row[name] for name in keys[5:]}
+        cost = floor_relative_cost(model, draft_model=draft_model, **dtypes, **sizes)
+        rows.append(sizes | {"relative_step_cost": cost, "origin": "modelled"})
     return pd.DataFrame(rows, columns=[*keys[2:5], "relative_step_cost", "origin"])
 
 
@@ -130,79 +105,66 @@ def _varying(cells: pd.DataFrame, names: Sequence[str]) -> list[str]:
 
 
 def _panel_columns(cells: pd.DataFrame) -> list[str]:
-    keys = [
-        name
-        for name in cells.columns[: list(cells.columns).index("relative_step_cost")]
-        if name not in ("workload", "temperature")
-    ]
+    keys = [name for name in CURVE_COLUMNS if name not in ("workload", "temperature", "origin")] + ["context_len"]
     cost = cells[cells["mean_acceptance_length"].notna()].groupby(keys, dropna=False)["relative_step_cost"]
     follows_text = ((cost.max() / cost.min()) > 1 + 1e-9).any()
     return [name for name in _varying(cells, FACETS) if name != "workload" or follows_text]
 
 
-Draw = Callable[[Axes, pd.DataFrame, Mapping[str, Any], Mapping[str, Any]], None]
+def _at(frame: pd.DataFrame, here: Mapping[str, Any]) -> pd.DataFrame:
+    """The rows of one panel."""
+    for name, value in here.items():
+        frame = frame[frame[name] == value] if name in frame else frame
+    return frame
+
+
+Draw = Callable[[Axes, Mapping[str, Any], Mapping[str, Any]], None]
 
 
 def _facets(
-    cells: pd.DataFrame,
-    draw: Draw,
-    *,
-    panels: Sequence[str] | None,
-    labels: Mapping[str, str] | None,
-    width_in: float,
-    title: str,
-    baseline: str,
-) -> Figure:  # fmt: skip
+    cells: pd.DataFrame, panels: Sequence[str], draw: Draw, labels: Mapping[str, str] | None, width_in: float
+) -> Figure:
     """A grid of panels: the last of ``panels`` goes across, the one before down; a single one wraps."""
     if cells.empty:
         raise InputError("cells: want at least one to draw; got none")
-    panels = _panel_columns(cells) if panels is None else list(panels)
-    if mixed := [name for name in _FIXED if cells[name].nunique() > 1]:
+    if mixed := _varying(cells, _FIXED):
         values = ", ".join(map(str, cells[mixed[0]].unique()))
         raise InputError(f"cells: one figure holds one {mixed[0]}; got {values}; select one first")
     if len(panels) > 2:
-        raise InputError(
-            f"panels: want at most two columns to split by; got {', '.join(panels)}; select one value of one of them"
-        )
+        raise InputError(f"cells: want at most two of {', '.join(panels)} to vary; select one value of one of them")
     choices = [sorted(cells[name].dropna().unique()) for name in panels]
     grid = [[{}]] if not panels else _grid(panels, choices, 1 if width_in <= 5 else _MAX_COLUMNS)
     num_rows, num_columns = len(grid), max(map(len, grid))
     several = "workload" not in panels and cells["workload"].nunique() > 1
-    figure = new_figure(
-        width_in, (0.95 if width_in > 5 else 1.5) + num_rows * (2.6 if several else 1.7 if num_columns > 2 else 2.0)
-    )
+    row_in = 2.6 if several else 1.7 if num_columns > 2 else 2.0
+    figure = new_figure(width_in, (0.95 if width_in > 5 else 1.5) + num_rows * row_in)
     styles = series_styles(cells["verify_backend"].drop_duplicates())
     axes = figure.subplots(num_rows, num_columns, squeeze=False, sharex=True)
-    for row, places in enumerate(grid):
-        for column, ax in enumerate(axes[row]):
-            if column >= len(places):
-                ax.set_visible(False)
-                continue
-            here = places[column]
-            part = cells
-            for name, value in here.items():
-                part = part[part[name] == value]
-            draw(ax, part, here, styles)
-            ax.set_title(" · ".join(_panel_title(name, value, labels) for name, value in here.items()))
-            last_row = row == num_rows - 1 or column >= len(grid[row + 1])
-            if not last_row:
-                ax.set_xlabel("")
-            if column:
-                ax.set_ylabel("")
-    for row in axes:
-        share_limits([ax for ax in row if ax.get_visible()])
-    add_header(figure, title, describe(cells, baseline, labels=labels, without=panels))
+    for row, column in product(range(num_rows), range(num_columns)):
+        ax = axes[row][column]
+        if column >= len(grid[row]):
+            ax.set_visible(False)
+            continue
+        draw(ax, grid[row][column], styles)
+        ax.set_title(" · ".join(_panel_title(name, value, labels) for name, value in grid[row][column].items()))
+        if row < num_rows - 1 and column < len(grid[row + 1]):
+            ax.set_xlabel("")
+        if column:
+            ax.set_ylabel("")
+    for line in axes:
+        shown = [ax for ax in line if ax.get_visible()]
+        # Linear axes whose ticks differ have ceilings of their own (several k).
+        if shown[0].get_yscale() != "linear" or len({tuple(ax.get_yticks()) for ax in shown}) == 1:
+            _share_limits(shown)
+            for ax in shown[1:]:
+                ax.tick_params(labelleft=False)
     return figure
 
 
-def share_limits(row: Sequence[Axes]) -> None:
-    """One y range for the panels of a row with its numbers at the first, unless their ceilings differ (several k)."""
-    if row[0].get_yscale() == "linear" and len({tuple(ax.get_yticks()) for ax in row}) > 1:
-        return
-    limits = np.array([ax.get_ylim() for ax in row])
-    for ax in row:
+def _share_limits(axes: Sequence[Axes]) -> None:
+    limits = np.array([ax.get_ylim() for ax in axes])
+    for ax in axes:
         ax.set_ylim(limits[:, 0].min(), limits[:, 1].max())
-        ax.tick_params(labelleft=ax is row[0])
 
 
 def _grid(panels: Sequence[str], values: Sequence[Sequence[Any]], most: int) -> list[list[dict[str, Any]]]:
@@ -219,18 +181,16 @@ def _panel_title(name: str, value: Any, labels: Mapping[str, str] | None) -> str
         return f"k = {int(value)}"
     if name == "batch_size":
         return f"batch {int(value)}"
-    return (labels or {}).get(str(value), str(value).replace("_", " "))
+    return display_name(value, labels)
 
 
 def describe(
     cells: pd.DataFrame, baseline: str, *, labels: Mapping[str, str] | None = None, without: Sequence[str] = ()
 ) -> str:
     """Device, model, dtypes, drafter, k, batch and baseline of ``cells`` in one line for a subtitle."""
-    shown = {str(key): text for key, text in (labels or {}).items()}
 
     def values(name: str) -> str:
-        found = [shown.get(str(value), str(value)) for value in sorted(cells[name].dropna().unique())]
-        return ", ".join(found)
+        return listed(cells, name, labels)
 
     weights, cache = values("weight_dtype"), values("kv_dtype")
     dtypes = weights if weights == cache else f"{weights} weights, {cache} KV"

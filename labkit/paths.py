@@ -12,6 +12,14 @@ NOTEBOOKS = ROOT / "notebooks"
 BUILD = ROOT / "build"
 
 
+def write_whole(path: Path, content: bytes) -> Path:
+    """Write a file so that a reader sees the old one or the new one, never half of one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_bytes(content)
+    os.replace(temporary, path)
+    return path
+
+
 def cache_dir() -> Path:
     """Folder for files that can be made again (dequantised weights), created when missing.
 

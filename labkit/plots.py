@@ -6,6 +6,7 @@ measured cells, linear in log2(context) and log(y), which is how crossings are c
 crossings agree.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,17 +17,30 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from labkit.canvas import axes_or_new
+from labkit.canvas import axes_or_new, bars, marks
 from labkit.curves import by_name, crossing_text, interpolate, matching_curves, undecided_spans, value_at
 from labkit.errors import InputError
 from labkit.labels import EndLabels, Notes
-from labkit.style import INK, MUTED, SeriesStyle, context_axis, origin_style, series_styles, styled, text_color
+from labkit.style import (
+    INK,
+    MUTED,
+    SeriesStyle,
+    context_axis,
+    display_name,
+    origin_style,
+    series_styles,
+    styled,
+    text_color,
+)
 
 # Origins that describe the acceptance length of a cell and not its cost.
 ACCEPTANCE_ORIGINS = ("transferred", "forced", "published", "cited")
 _MOST_NOTES = 3
 _ACCEPTANCE_MARKERS = ("D", "^", "v", "P", "X", "<", ">", "h")
-_LINES_WITHOUT_DATA: dict[str, Any] = {"gid": "guide", "zorder": 1.5}
+_GUIDE: dict[str, Any] = {"gid": "guide", "zorder": 1.5}
+_DOTTED = (0, (1.0, 1.4))
+# A crossing that is drawn: its workload, its backend's colour, the crossing, and (x, low, high) of its drop line.
+_Drawn = tuple[str, str, Mapping[str, Any], tuple[float, float, float]]
 
 
 @styled
@@ -37,7 +51,6 @@ def plot_breakeven(
     crossovers: Sequence[Mapping[str, Any]] = (),
     floor: pd.DataFrame | None = None,
     hue: str = "verify_backend",
-    acceptance: str = "workload",
     labels: Mapping[str, str] | None = None,
     styles: Mapping[str, SeriesStyle] | None = None,
 ) -> Axes:
@@ -48,35 +61,21 @@ def plot_breakeven(
     lines carry the crossings, the zone that the measurement leaves undecided is shaded, and a curve above k+1 gets an
     arrow: no acceptance could pay for it.
 
-    Parameters
-    ----------
-    cells
-        Rows of one k; context_len in tokens, lengths in tokens per verify step.
-    crossovers
-        `Breakeven.crossovers`; curves that are not in ``cells`` are left out.
-    floor
-        context_len, relative_step_cost of a step that reads the weights and the KV cache once (modelled), see
+    cells : rows of one k; context_len in tokens, lengths in tokens per verify step.
+    crossovers : `Breakeven.crossovers`; curves that are not in ``cells`` are left out.
+    floor : context_len, relative_step_cost of a step that reads the weights and the KV cache once (modelled), see
         `breakeven_floor`.
-    hue, acceptance
-        Columns that tell curves and markers apart.
-    labels
-        Display names for values of these columns.
-    styles
-        Style per value of ``hue`` (`series_styles`), to keep several axes alike.
+    hue : column that tells curves apart.
+    labels : display names for backends and workloads.
+    styles : style per value of ``hue`` (`series_styles`), to keep several axes alike.
 
-    Raises
-    ------
-    InputError
-        No cells, more than one k, or a relative step cost that differs by ``acceptance`` at one context (draft
-        lengths follow the text then, so each workload needs axes of its own).
+    Raises InputError: no cells, more than one k, or a relative step cost that differs by workload at one context
+    (draft lengths follow the text then, so each workload needs axes of its own).
     """
-    ax = axes_or_new(ax)
-    k = _one_k(cells)
-    names = list(cells[hue].drop_duplicates())
-    styles = styles or series_styles(names)
-    texts = dict(labels or {})
-    ceiling = float(k + 1)
-    off_scale = [name for name in names if (cells[cells[hue] == name]["relative_step_cost"] > ceiling).any()]
+    ax, k = axes_or_new(ax), _one_k(cells)
+    curves = {name: _cost_curve(rows) for name, rows in by_name(cells, hue)}
+    styles, ceiling = styles or series_styles(curves), float(k + 1)
+    off_scale = [name for name, curve in curves.items() if (curve["relative_step_cost"] > ceiling).any()]
     lowest = min(1.0, np.nanmin(cells[["relative_step_cost", "mean_acceptance_length"]].to_numpy(float)))
     bottom, top = lowest - 0.05 * k, ceiling + k * (0.035 + 0.085 * len(off_scale))
     context_axis(ax, cells["context_len"].min(), cells["context_len"].max())
@@ -84,35 +83,23 @@ def plot_breakeven(
     ax.set_yticks(range(1, k + 2) if k < 10 else range(1, k + 2, 2))
     ax.set_ylabel("tokens per verify step")
     ends = EndLabels(ax)
-    below = Rectangle((0, bottom), 1, ceiling - bottom, transform=ax.get_yaxis_transform())
-    ax.axhline(ceiling, color=MUTED, linewidth=0.7, **_LINES_WITHOUT_DATA)
-    ends.add(_right(ax), ceiling, f"k+1 = {k + 1}", color=MUTED)
+    ax.axhline(ceiling, color=MUTED, linewidth=0.7, **_GUIDE)
+    ends.add(ax.get_xlim()[1], ceiling, f"k+1 = {k + 1}", color=MUTED)
     if floor is not None and len(floor):
         _draw_floor(ax, floor, ends)
-    for name in names:
-        curve = _cost_curve(cells[cells[hue] == name], acceptance)
-        _draw_cost(ax, curve, styles[name], below)
-        last = curve.iloc[-1]
-        ends.add(
-            last["context_len"],
-            min(last["relative_step_cost"], ceiling),
-            texts.get(name, name),
-            color=styles[name].color,
-        )
-    found = []
-    for name in names:
+    for name, curve in curves.items():
+        _draw_cost(ax, curve, styles[name], ceiling)
+        x, y = curve.iloc[-1][["context_len", "relative_step_cost"]]
+        ends.add(x, min(y, ceiling), (labels or {}).get(name, name), color=styles[name].color)
+    found: list[_Drawn] = []
+    for name, curve in curves.items():
         part = cells[cells[hue] == name]
-        _shade_undecided(ax, part, styles[name].color, acceptance)
-        for text, crossing, stretch in _draw_crossings(
-            ax, matching_curves(crossovers, part), styles[name].color, acceptance
-        ):
-            found.append((texts.get(text, text.replace("_", " ")), styles[name].color, crossing, stretch))
-    _note_crossings(ax, found, cells)
-    _draw_acceptance(ax, cells, acceptance, texts, ends)
+        _shade_undecided(ax, part, curve, styles[name].color)
+        found += _draw_crossings(ax, matching_curves(crossovers, part), styles[name].color)
+    _note_crossings(ax, found, cells, labels)
+    _draw_acceptance(ax, cells, labels, ends)
     for level, name in enumerate(off_scale):
-        _mark_off_scale(
-            ax, cells[cells[hue] == name], styles[name], ceiling, (top - ceiling) * (level + 0.5) / len(off_scale)
-        )
+        _mark_off_scale(ax, curves[name], styles[name], ceiling, (top - ceiling) * (level + 0.5) / len(off_scale))
     return ax
 
 
@@ -130,33 +117,25 @@ def plot_speedup(
     Decode only: `speedup` leaves prefill out. The axis is a log2 one, so that twice and half are equally far from 1.
     Hollow markers are borrowed acceptance, dashes a modelled cost.
 
-    Raises
-    ------
-    InputError
-        No cells, more than one k, or two cells of one backend at one context (several workloads or batches on one
-        axes).
+    Raises InputError: no cells, more than one k, or two cells of one backend at one context (several workloads or
+    batches on one axes).
     """
     ax = axes_or_new(ax)
     _one_k(cells)
-    names = list(cells[hue].drop_duplicates())
-    styles = styles or series_styles(names)
+    styles = styles or series_styles(cells[hue])
     context_axis(ax, cells["context_len"].min(), cells["context_len"].max())
     ends = EndLabels(ax)
-    ax.axhline(1.0, color="0.0", linewidth=0.9, linestyle=(0, (1.0, 1.4)), **_LINES_WITHOUT_DATA)
-    ends.add(_right(ax), 1.0, "plain decode", color="0.0")
-    for name in names:
-        curve = cells[(cells[hue] == name) & cells["speedup"].notna()].sort_values("context_len")
+    ax.axhline(1.0, color="0.0", linewidth=0.9, linestyle=_DOTTED, **_GUIDE)
+    ends.add(ax.get_xlim()[1], 1.0, "plain decode", color="0.0")
+    for name, curve in by_name(cells[cells["speedup"].notna()], hue):
+        curve = curve.sort_values("context_len")
         if curve["context_len"].duplicated().any():
             raise InputError(f"cells: want one per context and {hue} on one axes; {name} has several")
-        if curve.empty:
-            continue
         style, x = styles[name], curve["context_len"].to_numpy(float)
-        origin = origin_style(_origin(curve, acceptance=False))
-        hollow = not origin_style(_origin(curve, acceptance=True)).filled
         fine, (middle, low, high) = interpolate(x, curve, ["speedup", "speedup_low", "speedup_high"])
         _band(ax, fine, low, high, style.color)
-        ax.plot(fine, middle, color=style.color, linestyle=origin.linestyle)
-        _markers(ax, x, curve["speedup"], style.color, style.marker, hollow)
+        ax.plot(fine, middle, color=style.color, linestyle=origin_style(_origin(curve, acceptance=False)).linestyle)
+        marks(ax, x, curve["speedup"], style, hollow=not origin_style(_origin(curve, acceptance=True)).filled)
         ends.add(x[-1], curve["speedup"].iloc[-1], (labels or {}).get(name, name), color=style.color)
     ax.set_yscale("log", base=2)
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -176,17 +155,11 @@ def _one_k(cells: pd.DataFrame) -> int:
     return int(ks[0])
 
 
-def _right(ax: Axes) -> float:
-    return ax.get_xlim()[1]
-
-
-def _cost_curve(cells: pd.DataFrame, acceptance: str) -> pd.DataFrame:
+def _cost_curve(cells: pd.DataFrame) -> pd.DataFrame:
     """One row per context of one curve. Costs may not depend on the workload here."""
     spread = cells.groupby("context_len")["relative_step_cost"].agg(["min", "max"])
     if (spread["max"] > spread["min"] * (1 + 1e-9)).any():
-        raise InputError(
-            f"cells: relative_step_cost differs by {acceptance} at one context; want one {acceptance} per axes"
-        )
+        raise InputError("cells: relative_step_cost differs by workload at one context; want one workload per axes")
     return cells.sort_values("context_len").drop_duplicates("context_len")
 
 
@@ -196,22 +169,6 @@ def _origin(cells: pd.DataFrame, *, acceptance: bool) -> str:
     return str(origins[0]) if origins else "measured"
 
 
-def _markers(ax: Axes, x: Any, y: Any, color: str, marker: str, hollow: bool, size: float = 3.6) -> None:
-    face = "white" if hollow else color
-    ax.plot(
-        x,
-        y,
-        linestyle="none",
-        marker=marker,
-        markersize=size,
-        markerfacecolor=face,
-        markeredgecolor=color,
-        markeredgewidth=0.9,
-        clip_on=False,
-        zorder=3,
-    )
-
-
 def _band(ax: Axes, x: np.ndarray, low: np.ndarray, high: np.ndarray, color: str) -> Artist:
     """An interval as a band, or as a bar where a single context leaves no width."""
     if len(x) > 1:
@@ -219,103 +176,75 @@ def _band(ax: Axes, x: np.ndarray, low: np.ndarray, high: np.ndarray, color: str
     return ax.vlines(x, low, high, color=color, linewidth=0.9)
 
 
-def _draw_cost(ax: Axes, curve: pd.DataFrame, style: SeriesStyle, below: Rectangle) -> None:
+def _draw_cost(ax: Axes, curve: pd.DataFrame, style: SeriesStyle, ceiling: float) -> None:
     """Curve, band and measured points of one backend; nothing is drawn above the ceiling."""
-    origin = origin_style(_origin(curve, acceptance=False))
+    origin, bottom = origin_style(_origin(curve, acceptance=False)), ax.get_ylim()[0]
+    below = Rectangle((0, bottom), 1, ceiling - bottom, transform=ax.get_yaxis_transform())
     # Without acceptance the cost assumes k drafts in every step: another quantity, so the curve breaks there.
     for _, part in curve.groupby(curve["mean_acceptance_length"].isna()):
         x = part["context_len"].to_numpy(float)
         names = ["relative_step_cost", "relative_step_cost_low", "relative_step_cost_high"]
         fine, (middle, low, high) = interpolate(x, part, names)
-        band = _band(ax, fine, low, high, style.color)
         (line,) = ax.plot(fine, middle, color=style.color, linestyle=origin.linestyle)
-        for artist in (band, line):
+        for artist in (_band(ax, fine, low, high, style.color), line):
             artist.set_clip_path(below)
-    shown = curve[curve["relative_step_cost"] <= ax.get_ylim()[1]]
-    inside = shown[shown["relative_step_cost"] <= curve["num_speculative_tokens"].iloc[0] + 1]
-    _markers(ax, inside["context_len"], inside["relative_step_cost"], style.color, style.marker, not origin.filled, 3.2)
+    inside = curve[curve["relative_step_cost"] <= ceiling]
+    marks(ax, inside["context_len"], inside["relative_step_cost"], style, hollow=not origin.filled, size=3.2)
 
 
 def _draw_floor(ax: Axes, floor: pd.DataFrame, ends: EndLabels) -> None:
     floor = floor.sort_values("context_len")
     fine, (cost,) = interpolate(floor["context_len"].to_numpy(float), floor, ["relative_step_cost"])
-    ax.plot(fine, cost, color="0.55", linewidth=1.1, linestyle=(0, (1.0, 1.4)), zorder=1.8, gid="guide")
+    ax.plot(fine, cost, color="0.55", linewidth=1.1, linestyle=_DOTTED, zorder=1.8, gid="guide")
     ends.add(fine[-1], cost[-1], "one KV read", color="0.45", size=6.5)
 
 
-def _draw_acceptance(ax: Axes, cells: pd.DataFrame, by: str, texts: Mapping[str, str], ends: EndLabels) -> None:
+def _draw_acceptance(ax: Axes, cells: pd.DataFrame, labels: Mapping[str, str] | None, ends: EndLabels) -> None:
     """Measured lengths as markers with bars, joined by a thin line; imposed or cited ones as a labelled line."""
-    known = cells[cells["mean_acceptance_length"].notna()]
-    several = known[by].nunique(dropna=False) > 1
-    for number, (name, rows) in enumerate(by_name(known, by)):
+    column = "mean_acceptance_length"
+    known = cells[cells[column].notna()]
+    several = known["workload"].nunique(dropna=False) > 1
+    for (name, rows), marker in zip(by_name(known, "workload"), itertools.cycle(_ACCEPTANCE_MARKERS)):
         rows = rows.sort_values("context_len").drop_duplicates("context_len")
         origin = origin_style(_origin(rows, acceptance=True))
-        x, y = rows["context_len"].to_numpy(float), rows["mean_acceptance_length"].to_numpy(float)
-        fine, (middle,) = interpolate(x, rows, ["mean_acceptance_length"])
-        text = texts.get(name, name.replace("_", " ")) if several else "accepted"
+        x, y = rows["context_len"].to_numpy(float), rows[column].to_numpy(float)
+        fine, (middle,) = interpolate(x, rows, [column])
         if origin.note in ("imposed", "published", "cited"):
             ax.plot(fine, middle, color=INK, linewidth=1.0, linestyle=origin.linestyle)
             ends.add(x[-1], y[-1], f"{origin.note} {y[-1]:.3g}", color=INK)
             continue
-        low = y - rows["mean_acceptance_length_low"].fillna(rows["mean_acceptance_length"]).to_numpy(float)
-        high = rows["mean_acceptance_length_high"].fillna(rows["mean_acceptance_length"]).to_numpy(float) - y
         ax.plot(fine, middle, color=INK, linewidth=0.7, zorder=2.2)
-        ax.errorbar(
-            x,
-            y,
-            yerr=[low.clip(0), high.clip(0)],
-            fmt="none",
-            ecolor=INK,
-            elinewidth=0.9,
-            capsize=1.8,
-            capthick=0.9,
-            zorder=2.8,
-        )
-        _markers(ax, x, y, INK, _ACCEPTANCE_MARKERS[number % len(_ACCEPTANCE_MARKERS)], not origin.filled, 4.6)
+        errors = bars(y, *rows[[f"{column}_low", f"{column}_high"]].to_numpy(float).T)
+        marks(ax, x, y, SeriesStyle(INK, marker), hollow=not origin.filled, size=4.6, yerr=errors)
+        text = display_name(name, labels) if several else "accepted"
         ends.add(x[-1], y[-1], f"{text} ({origin.note})" if origin.note else text, color=INK)
 
 
-def _shade_undecided(ax: Axes, cells: pd.DataFrame, color: str, acceptance: str) -> None:
+def _shade_undecided(ax: Axes, cells: pd.DataFrame, curve: pd.DataFrame, color: str) -> None:
     """Strips under the curve of one backend where the interval of the speed-up holds 1."""
-    curve = _cost_curve(cells, acceptance)
     ceiling = float(curve["num_speculative_tokens"].iloc[0] + 1)
-    for _, rows in cells[cells["speedup_low"].notna()].groupby(acceptance, dropna=False):
-        rows = rows.sort_values("context_len")
-        columns = [rows[name].to_numpy(float) for name in ("context_len", "speedup_low", "speedup_high")]
+    for _, rows in cells[cells["speedup_low"].notna()].groupby("workload", dropna=False):
+        columns = rows.sort_values("context_len")[["context_len", "speedup_low", "speedup_high"]].to_numpy(float).T
         for low, high in undecided_spans(*columns):
             x = np.geomspace(low / 1.01, high * 1.01, 32)
             top = np.minimum(value_at(x, curve, "relative_step_cost"), ceiling)
             ax.fill_between(x, ax.get_ylim()[0], top, color=color, alpha=0.13, linewidth=0, zorder=0.8)
 
 
-def _draw_crossings(
-    ax: Axes, curves: Sequence[tuple[Mapping[str, Any], pd.DataFrame]], color: str, acceptance: str
-) -> list[tuple[str, Mapping[str, Any], tuple[float, float, float]]]:
-    """Drop lines of one backend. Returns (value of ``acceptance``, crossing, (x, low, high) of the line) of each."""
-    found = []
+def _draw_crossings(ax: Axes, curves: Sequence[tuple[Mapping[str, Any], pd.DataFrame]], color: str) -> list[_Drawn]:
+    """Drop lines of one backend."""
+    found: list[_Drawn] = []
     for curve, rows in curves:
         for crossing in curve["crossovers"]:
             x, bottom = crossing["context_len"], ax.get_ylim()[0]
             y = float(value_at(np.array([x]), rows, "relative_step_cost")[0])
-            ax.plot([x, x], [bottom, y], color=color, linewidth=0.7, **_LINES_WITHOUT_DATA)
-            ax.plot(
-                [x],
-                [y],
-                linestyle="none",
-                marker="o",
-                markersize=4.4,
-                markerfacecolor="none",
-                markeredgecolor=color,
-                markeredgewidth=0.9,
-                zorder=4,
-            )
-            found.append((str(curve.get(acceptance) or ""), crossing, (x, bottom, y)))
+            ax.plot([x, x], [bottom, y], color=color, linewidth=0.7, **_GUIDE)
+            ax.plot([x], [y], "o", color=color, markersize=4.4, markerfacecolor="none", markeredgewidth=0.9, zorder=4)
+            found.append((str(curve.get("workload") or ""), color, crossing, (x, bottom, y)))
     return found
 
 
-def _note_crossings(
-    ax: Axes, found: Sequence[tuple[str, str, Mapping[str, Any], tuple[float, float, float]]], cells: pd.DataFrame
-) -> None:
+def _note_crossings(ax: Axes, found: Sequence[_Drawn], cells: pd.DataFrame, labels: Mapping[str, str] | None) -> None:
     """A note at each drop line; one list for all where there are too many for that."""
     limits = (cells["context_len"].min(), cells["context_len"].max())
     notes = Notes(ax)
@@ -323,46 +252,29 @@ def _note_crossings(
         for _, color, crossing, stretch in found:
             notes.add([(crossing_text(crossing, limits), color)], stretch=stretch)
         return
-    lines = [(f"{name}: {crossing_text(crossing, limits)}", color) for name, color, crossing, _ in found]
+    lines = [(f"{display_name(name, labels)}: {crossing_text(at, limits)}", color) for name, color, at, _ in found]
     for start in ("pays up to ", "pays from "):
         if all(f": {start}" in line for line, _ in lines):
             lines = [(start.strip(), INK), *((line.replace(start, ""), color) for line, color in lines)]
     notes.add(lines, size=6.0)
 
 
-def _mark_off_scale(ax: Axes, cells: pd.DataFrame, style: SeriesStyle, ceiling: float, offset: float) -> None:
+def _mark_off_scale(ax: Axes, curve: pd.DataFrame, style: SeriesStyle, ceiling: float, offset: float) -> None:
     """Small triangles on the ceiling for cells above it, an arrow at the last one and what it needs."""
-    curve = cells.sort_values("context_len").drop_duplicates("context_len")
     above = curve[curve["relative_step_cost"] > ceiling]
-    _markers(ax, above["context_len"], np.full(len(above), ceiling), style.color, "^", True, 3.2)
-    last = above.iloc[-1]
-    if (above["verdict"] == "cannot_pay").any():
-        last = above[above["verdict"] == "cannot_pay"].iloc[-1]
+    marks(ax, above["context_len"], np.full(len(above), ceiling), SeriesStyle(style.color, "^"), hollow=True, size=3.2)
+    hopeless = above[above["verdict"] == "cannot_pay"]
+    last = (above if hopeless.empty else hopeless).iloc[-1]
     x, top = last["context_len"], ax.get_ylim()[1]
-    ax.annotate(
-        "",
-        (x, top),
-        (x, ceiling),
-        arrowprops={
-            "arrowstyle": "-|>",
-            "color": style.color,
-            "linewidth": 1.0,
-            "mutation_scale": 7,
-            "shrinkA": 0,
-            "shrinkB": 0,
-        },
-        annotation_clip=False,
-    )
-    text = f"needs {last['relative_step_cost']:.1f}"
-    text += ", cannot pay" if last["verdict"] == "cannot_pay" else ""
-    ax.annotate(
-        text,
-        (x, ceiling + offset),
-        (-5, 0),
-        textcoords="offset points",
-        ha="right",
-        va="center",
-        size=6.5,
-        color=text_color(style.color),
-        annotation_clip=False,
-    )
+    arrow = {
+        "arrowstyle": "-|>",
+        "color": style.color,
+        "linewidth": 1.0,
+        "mutation_scale": 7,
+        "shrinkA": 0,
+        "shrinkB": 0,
+    }
+    ax.annotate("", (x, top), (x, ceiling), arrowprops=arrow, annotation_clip=False)
+    text = f"needs {last['relative_step_cost']:.1f}{'' if hopeless.empty else ', cannot pay'}"
+    place: dict[str, Any] = {"textcoords": "offset points", "ha": "right", "va": "center", "annotation_clip": False}
+    ax.annotate(text, (x, ceiling + offset), (-5, 0), size=6.5, color=text_color(style.color), **place)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -11,12 +12,24 @@ from matplotlib.lines import Line2D
 
 from labkit.acceptance import acceptance_table
 from labkit.acceptance_positions import position_table
-from labkit.canvas import add_header, add_legend, axes_or_new, freeze_layout, new_figure
+from labkit.canvas import add_header, add_legend, axes_or_new, bars, freeze_layout, marks, new_figure
 from labkit.curves import by_name, interpolate
 from labkit.errors import InputError
 from labkit.labels import EndLabels
-from labkit.rows import distinct, ok_rows
-from labkit.style import INK, TEXT_WIDTH_IN, SeriesStyle, context_axis, origin_style, series_styles, styled
+from labkit.rows import distinct, listed, ok_rows
+from labkit.style import (
+    INK,
+    TEXT_WIDTH_IN,
+    SeriesStyle,
+    context_axis,
+    display_name,
+    origin_style,
+    series_styles,
+    styled,
+)
+
+Texts = Mapping[str, str] | None
+Styles = Mapping[str, SeriesStyle] | None
 
 
 @dataclass(frozen=True)
@@ -24,21 +37,36 @@ class Definition:
     """One way to state acceptance: column of `acceptance_table`, what is subtracted from it, and the axis label."""
 
     column: str
-    offset: float
+    offset: int
     label: str
+
+    def limits(self, k: int) -> tuple[int, int]:
+        """Least and largest value there can be."""
+        return (0, 1) if self.column == "draft_acceptance_rate" else (1 - self.offset, k + 1 - self.offset)
+
+    def of(self, table: pd.DataFrame) -> tuple[np.ndarray, np.ndarray | None]:
+        """Values [num_rows], and the lengths of their bars [2, num_rows] where the definition has an interval."""
+        values = table[self.column].to_numpy(float)
+        bounds = [f"{self.column}_low", f"{self.column}_high"]
+        errors = bars(values, *table[bounds].to_numpy(float).T) if bounds[0] in table else None
+        return values - self.offset, errors
 
 
 DEFINITIONS: Mapping[str, Definition] = {
-    "pooled": Definition("mean_acceptance_length", 0.0, "tokens per verify step\n(pooled, bonus counted)"),
-    "without_bonus": Definition("mean_acceptance_length", 1.0, "accepted drafts per verify step\n(pooled, no bonus)"),
+    "pooled": Definition("mean_acceptance_length", 0, "tokens per verify step\n(pooled, bonus counted)"),
+    "without_bonus": Definition("mean_acceptance_length", 1, "accepted drafts per verify step\n(pooled, no bonus)"),
     "mean_of_prompts": Definition(
-        "mean_acceptance_length_of_prompts", 0.0, "tokens per verify step\n(mean of prompts, bonus counted)"
+        "mean_acceptance_length_of_prompts", 0, "tokens per verify step\n(mean of prompts, bonus counted)"
     ),
-    "rate": Definition("draft_acceptance_rate", 0.0, "accepted / drafted tokens\n(pooled)"),
+    "rate": Definition("draft_acceptance_rate", 0, "accepted / drafted tokens\n(pooled)"),
 }
 _POSITION_LABELS = {
     "unconditional": "share of all verify steps\nthat kept it",
     "conditional": "share kept, given that\nthe one before was",
+}
+_MEAN_OF_PROMPTS: dict[str, Any] = {
+    **{"color": INK, "linestyle": "none", "marker": "o", "zorder": 3},
+    **{"markersize": 2.6, "markerfacecolor": "white", "markeredgewidth": 0.7},
 }
 
 
@@ -49,24 +77,17 @@ def plot_acceptance_by_position(
     ax: Axes | None = None,
     hue: str = "workload",
     definition: str = "unconditional",
-    labels: Mapping[str, str] | None = None,
-    styles: Mapping[str, SeriesStyle] | None = None,
+    labels: Texts = None,
+    styles: Styles = None,
 ) -> Axes:
     """Acceptance rate per draft position, pooled over contexts, with 95 % bands from resampled prompts.
 
-    Parameters
-    ----------
-    df
-        Acceptance rows of one k.
-    hue
-        Column that tells curves apart.
-    definition
-        "unconditional" (the rates add up to the acceptance length minus 1) or "conditional"; see `position_table`.
+    df : acceptance rows of one k.
+    hue : column that tells curves apart.
+    definition : "unconditional" (the rates add up to the acceptance length minus 1) or "conditional"; see
+        `position_table`.
 
-    Raises
-    ------
-    InputError
-        More than one k, an unknown definition, or no ok rows.
+    Raises InputError: more than one k, an unknown definition, or no ok rows.
     """
     ax, k = axes_or_new(ax), _one_k(df)
     table = position_table(df, (hue,), definition=definition)
@@ -75,12 +96,11 @@ def plot_acceptance_by_position(
     for name, rows in by_name(table, hue):
         style = styles[name]
         rows = rows[rows["rate"].notna()]
-        ax.fill_between(
-            rows["position"], rows["rate_low"], rows["rate_high"], color=style.color, alpha=0.16, linewidth=0
-        )
-        ax.plot(rows["position"], rows["rate"], color=style.color, marker=style.marker, clip_on=False)
+        x, y, low, high = rows[["position", "rate", "rate_low", "rate_high"]].to_numpy(float).T
+        ax.fill_between(x, low, high, color=style.color, alpha=0.16, linewidth=0)
+        ax.plot(x, y, color=style.color, marker=style.marker, clip_on=False)
         if len(rows):
-            ends.add(rows["position"].iloc[-1], rows["rate"].iloc[-1], _text(name, labels), color=style.color)
+            ends.add(x[-1], y[-1], display_name(name, labels), color=style.color)
     ax.set_xlim(1 - 0.06 * k, k + 0.06 * k)
     ax.set_xticks(range(1, k + 1, 1 if k <= 8 else 2))
     ax.set_ylim(0, 1)
@@ -96,60 +116,35 @@ def plot_acceptance_by_workload(
     ax: Axes | None = None,
     hue: str = "workload",
     definition: str = "pooled",
-    labels: Mapping[str, str] | None = None,
-    styles: Mapping[str, SeriesStyle] | None = None,
+    labels: Texts = None,
+    styles: Styles = None,
 ) -> Axes:
     """Acceptance per workload, pooled over contexts, highest on top, with 95 % bars from resampled prompts.
 
     With ``definition="pooled"`` a small hollow mark shows the mean of per-prompt lengths, which some tools print
     instead.
 
-    Parameters
-    ----------
-    df
-        Acceptance rows of one k.
-    definition
-        A key of ``DEFINITIONS``; the axis says which.
+    df : acceptance rows of one k.
+    definition : a key of ``DEFINITIONS``; the axis says which.
 
-    Raises
-    ------
-    InputError
-        More than one k, an unknown definition, or no ok rows.
+    Raises InputError: more than one k, an unknown definition, or no ok rows.
     """
     ax, k, how = axes_or_new(ax), _one_k(df), _definition(definition)
     table = acceptance_table(df, by=[hue, "origin"])
     table = table[table[how.column].notna()].sort_values(how.column, kind="stable").reset_index(drop=True)
     styles = styles or series_styles(table[hue].drop_duplicates())
-    for y, row in enumerate(table.to_dict("records")):
-        style, middle = styles[row[hue]], row[how.column] - how.offset
-        if f"{how.column}_low" in table:
-            ends = [row[f"{how.column}_low"] - how.offset, row[f"{how.column}_high"] - how.offset]
-            ax.plot(ends, [y, y], color=style.color, linewidth=0.9, marker="|", markersize=5)
-        hollow = not origin_style(row["origin"]).filled
-        ax.plot(
-            [middle],
-            [y],
-            marker=style.marker,
-            markersize=3.8,
-            color=style.color,
-            markerfacecolor="white" if hollow else None,
-        )
-        if definition == "pooled":
-            ax.plot(
-                [row["mean_acceptance_length_of_prompts"]],
-                [y - 0.22],
-                marker="o",
-                markersize=2.6,
-                color=INK,
-                markerfacecolor="white",
-                markeredgewidth=0.7,
-                zorder=3,
-            )
-    ax.set_yticks(range(len(table)), [_text(name, labels) for name in table[hue]])
+    values, errors = how.of(table)
+    for y, (name, origin) in enumerate(zip(table[hue], table["origin"], strict=True)):
+        bar = None if errors is None else errors[:, [y]]
+        marks(ax, values[[y]], [y], styles[name], hollow=not origin_style(origin).filled, size=3.8, xerr=bar)
+    if definition == "pooled":
+        ax.plot(table["mean_acceptance_length_of_prompts"], np.arange(len(table)) - 0.22, **_MEAN_OF_PROMPTS)
+    ax.set_yticks(range(len(table)), [display_name(name, labels) for name in table[hue]])
     ax.set_ylim(-0.6, len(table) - 0.4)
-    ax.set_xlim(*((0, 1) if definition == "rate" else (1 - how.offset, k + 1 - how.offset)))
-    if definition != "rate":
-        ax.set_xticks(range(1 - int(how.offset), k + 2 - int(how.offset), 1 if k < 5 else 2))
+    low, high = how.limits(k)
+    ax.set_xlim(low, high)
+    if high > 1:
+        ax.set_xticks(range(low, high + 1, 1 if k < 5 else 2))
     ax.grid(axis="x")
     ax.grid(visible=False, axis="y")
     ax.set_xlabel(how.label)
@@ -163,8 +158,8 @@ def plot_acceptance_by_context(
     ax: Axes | None = None,
     hue: str = "workload",
     definition: str = "pooled",
-    labels: Mapping[str, str] | None = None,
-    styles: Mapping[str, SeriesStyle] | None = None,
+    labels: Texts = None,
+    styles: Styles = None,
 ) -> Axes:
     """Acceptance against context, per workload, with 95 % bars; joined only between neighbouring measured bands.
 
@@ -181,28 +176,12 @@ def plot_acceptance_by_context(
     ends = EndLabels(ax)
     for name, curve in by_name(table, hue):
         curve, style = curve.sort_values("context_len"), styles[name]
-        x, y = curve["context_len"].to_numpy(float), curve[how.column].to_numpy(float) - how.offset
-        hollow = not origin_style(curve["origin"].iloc[0]).filled
-        if f"{how.column}_low" in curve:
-            bars = [
-                (y - (curve[f"{how.column}_low"] - how.offset)).clip(0),
-                (curve[f"{how.column}_high"] - how.offset - y).clip(0),
-            ]
-            ax.errorbar(x, y, yerr=np.nan_to_num(bars), fmt="none", ecolor=style.color, elinewidth=0.9, capsize=1.8)
+        x, (y, errors) = curve["context_len"].to_numpy(float), how.of(curve)
         fine, (middle,) = interpolate(x, curve, [how.column])
         ax.plot(fine, middle - how.offset, color=style.color, linewidth=1.0)
-        ax.plot(
-            x,
-            y,
-            linestyle="none",
-            marker=style.marker,
-            markersize=4.2,
-            color=style.color,
-            clip_on=False,
-            markerfacecolor="white" if hollow else None,
-        )
-        ends.add(x[-1], y[-1], _text(name, labels), color=style.color)
-    ax.set_ylim(*((0, 1) if definition == "rate" else (1 - how.offset, k + 1 - how.offset)))
+        marks(ax, x, y, style, hollow=not origin_style(curve["origin"].iloc[0]).filled, size=4.2, yerr=errors)
+        ends.add(x[-1], y[-1], display_name(name, labels), color=style.color)
+    ax.set_ylim(*how.limits(k))
     ax.set_ylabel(how.label)
     return ax
 
@@ -214,23 +193,17 @@ def figure_acceptance(
     num_speculative_tokens: int | None = None,
     definition: str = "pooled",
     per_position: str = "unconditional",
-    labels: Mapping[str, str] | None = None,
+    labels: Texts = None,
     width_in: float = TEXT_WIDTH_IN,
     title: str = "How many drafts are kept",
 ) -> Figure:
     """Acceptance by position, workload and context side by side (stacked at column width), for one k.
 
-    Parameters
-    ----------
-    num_speculative_tokens
-        k to show; the largest measured when None.
-    definition, per_position
-        Definition of the lengths (a key of ``DEFINITIONS``) and of the rates per position.
+    num_speculative_tokens : k to show; the largest measured when None.
+    definition, per_position : definition of the lengths (a key of ``DEFINITIONS``) and of the rates per position.
 
-    Raises
-    ------
-    InputError
-        That k was not measured, an unknown definition, or rows of several targets, drafters or temperatures.
+    Raises InputError: that k was not measured, an unknown definition, or rows of several targets, drafters or
+    temperatures.
     """
     ks = distinct(df, "num_speculative_tokens")
     if not ks or num_speculative_tokens not in (None, *ks):
@@ -240,9 +213,7 @@ def figure_acceptance(
     rows = df[df["num_speculative_tokens"] == k]
     for name in ("target", "drafter", "temperature"):
         if len(distinct(rows, name)) > 1:
-            raise InputError(
-                f"acceptance rows: want one {name}; got {', '.join(map(str, distinct(rows, name)))}; select one first"
-            )
+            raise InputError(f"acceptance rows: want one {name}; got {listed(rows, name)}; select one first")
     styles = series_styles(distinct(rows, "workload"))
     stacked = width_in <= 5
     figure = new_figure(width_in, 6.2 if stacked else 2.9)
@@ -254,16 +225,7 @@ def figure_acceptance(
         ax.set_title(name)
     add_header(figure, title, _describe(rows, k, labels))
     if definition == "pooled":
-        mark = Line2D(
-            [],
-            [],
-            color=INK,
-            linestyle="none",
-            marker="o",
-            markersize=2.6,
-            markerfacecolor="white",
-            markeredgewidth=0.7,
-        )
+        mark = Line2D([], [], **_MEAN_OF_PROMPTS)
         add_legend(figure, [(mark, "mean of per-prompt lengths (another definition)")])
     freeze_layout(figure)
     return figure
@@ -272,9 +234,8 @@ def figure_acceptance(
 def _one_k(df: pd.DataFrame) -> int:
     ks = distinct(df, "num_speculative_tokens")
     if len(ks) != 1:
-        raise InputError(
-            f"acceptance rows: want one num_speculative_tokens per axes; got {', '.join(map(str, ks)) or 'none'}"
-        )
+        got = ", ".join(map(str, ks)) or "none"
+        raise InputError(f"acceptance rows: want one num_speculative_tokens per axes; got {got}")
     return int(ks[0])
 
 
@@ -284,25 +245,11 @@ def _definition(name: str) -> Definition:
     return DEFINITIONS[name]
 
 
-def _text(name: object, labels: Mapping[str, str] | None) -> str:
-    return (labels or {}).get(str(name), str(name).replace("_", " "))
-
-
-def _describe(rows: pd.DataFrame, k: int, labels: Mapping[str, str] | None) -> str:
-    shown = labels or {}
-    target, drafter = (
-        ", ".join(shown.get(str(value), str(value)) for value in distinct(rows, name)) for name in ("target", "drafter")
-    )
+def _describe(rows: pd.DataFrame, k: int, labels: Texts) -> str:
     temperature = ", ".join(f"{value:g}" for value in distinct(rows, "temperature"))
-    prompts = rows.groupby(["workload", "prompt_id"]).ngroups
-    steps = int(rows["num_verify_steps"].sum())
-    parts = [
-        target,
-        ", ".join(distinct(rows, "weight_dtype")),
-        f"{drafter} drafter",
-        f"k = {k}",
-        f"temperature {temperature}",
-    ]
-    return " · ".join(
-        [*(part for part in parts if part), f"{prompts} prompts, {steps:,} verify steps", "95 % intervals over prompts"]
+    parts = [listed(rows, "target", labels), listed(rows, "weight_dtype")]
+    parts += [f"{listed(rows, 'drafter', labels)} drafter", f"k = {k}", f"temperature {temperature}"]
+    counted = (
+        f"{rows.groupby(['workload', 'prompt_id']).ngroups} prompts, {rows['num_verify_steps'].sum():,} verify steps"
     )
+    return " · ".join([*filter(None, parts), counted, "95 % intervals over prompts"])

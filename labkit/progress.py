@@ -1,13 +1,14 @@
 """Progress that reads well in a notebook, on a terminal and in a log."""
 
+import io
 import os
 import sys
-import time
 from typing import Any, Protocol
 
 from tqdm import tqdm
 
 _BAR = "{desc} {n_fmt}/{total_fmt} {bar} {elapsed} eta {remaining}"
+_LINE = "{desc} {n_fmt}/{total_fmt} {elapsed} eta {remaining}"
 
 
 class Progress(Protocol):
@@ -18,34 +19,15 @@ class Progress(Protocol):
     def close(self) -> None: ...
 
 
-class _PlainLines:
+class _PlainLines(tqdm):
     """One line now and then: bars leave a log full of control characters."""
 
-    def __init__(self, label: str, total: int, initial: int, every_s: float):
-        self.label, self.total, self.done, self.initial, self.every_s = (
-            label,
-            total,
-            initial,
-            initial,
-            every_s,
-        )
-        self.started = self.printed = time.monotonic()
+    monitor_interval = 0
 
-    def update(self, n: int = 1) -> None:
-        self.done += n
-        now = time.monotonic()
-        if now - self.printed >= self.every_s:
-            self.printed = now
-            self._print(now)
-
-    def _print(self, now: float) -> None:
-        elapsed = now - self.started
-        fresh = self.done - self.initial
-        eta = f" eta {elapsed / fresh * (self.total - self.done):.0f}s" if fresh and self.done < self.total else ""
-        say(f"{self.label} {self.done}/{self.total} {elapsed:.0f}s{eta}")
-
-    def close(self) -> None:
-        self._print(time.monotonic())
+    def display(self, msg: str | None = None, pos: int | None = None) -> None:
+        """Print the state as a line, but none before the first point."""
+        if self.n > self.initial or self.n == self.total:
+            say(str(self))
 
 
 def in_notebook() -> bool:
@@ -64,7 +46,7 @@ def progress(total: int, label: str = "sweep", *, initial: int = 0, every_s: flo
     """A counter of ``total`` points, ``initial`` of them done: ``update()`` after each, ``close()`` at last.
 
     In a notebook a widget bar, on a terminal a text bar, else one line per ``every_s`` seconds
-    (``sweep 40/400 12s eta 110s``) and one at the end.
+    (``sweep 40/400 00:12 eta 01:50``) and one at the end.
     """
     if in_notebook():
         from tqdm.notebook import tqdm as notebook_bar
@@ -72,4 +54,6 @@ def progress(total: int, label: str = "sweep", *, initial: int = 0, every_s: flo
         return notebook_bar(total=total, desc=label, initial=initial)
     if sys.stderr.isatty():
         return tqdm(total=total, desc=label, initial=initial, bar_format=_BAR)
-    return _PlainLines(label, total, initial, every_s)
+    when: dict[str, Any] = {"mininterval": every_s, "miniters": 1, "smoothing": 0}
+    # tqdm's own line feeds go nowhere: `say` ends the lines.
+    return _PlainLines(total=total, desc=label, initial=initial, bar_format=_LINE, file=io.StringIO(), **when)

@@ -1,5 +1,6 @@
 """Where numbers come from: device, driver, clocks, versions, commit, command. No person, no host."""
 
+import contextlib
 import functools
 import getpass
 import hashlib
@@ -65,10 +66,7 @@ def digest(value: Any, length: int = 12) -> str:
 def plain(value: Any) -> Any:
     """A NumPy or torch scalar or array as a plain Python value (the ``default`` of ``json.dumps``).
 
-    Raises
-    ------
-    TypeError
-        The value is something else, so JSON cannot hold it.
+    Raises TypeError: the value is something else, so JSON cannot hold it.
     """
     if hasattr(value, "tolist"):
         return value.tolist()
@@ -126,23 +124,19 @@ def _gpu_facts(device: str) -> dict[str, Any]:
     values = [part.strip() for part in text.strip().split(",")] if text else [""] * len(_GPU_FIELDS)
     facts: dict[str, Any] = {}
     for name, value in zip(_GPU_FIELDS, values, strict=True):
-        known = value and not value.startswith(("[", "N/A"))
-        is_number = bool(re.fullmatch(r"\d+(\.\d+)?", value)) and name != "driver"
-        facts[name] = None if not known else float(value) if is_number else value
+        is_number = re.fullmatch(r"\d+(\.\d+)?", value) and name != "driver"
+        facts[name] = float(value) if is_number else None if value.startswith(("[", "N/A")) else value or None
     return facts
 
 
 @functools.cache
-def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass  # no Linux: ask differently
-    return (
-        _output_of("sysctl", "-n", "machdep.cpu.brand_string") or platform.processor() or platform.machine()
-    ).strip()
+def cpu_name() -> str:
+    """Name of this machine's processor."""
+    with contextlib.suppress(OSError):  # no Linux: ask differently
+        if found := re.search(r"^model name\s*:(.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+            return found[1].strip()
+    asked = _output_of("sysctl", "-n", "machdep.cpu.brand_string")
+    return (asked or platform.processor() or platform.machine()).strip()
 
 
 def _device_facts(device: str) -> dict[str, Any]:
@@ -150,33 +144,28 @@ def _device_facts(device: str) -> dict[str, Any]:
         facts = _gpu_facts(device)
         return {"kind": "gpu", "slug": slug(facts["name"] or "gpu unknown"), **facts}
     # Frequency and core count in the marketing name do not belong into a folder name.
-    name = re.sub(r"\(R\)|\(TM\)|@.*|\d+-Core.*|\bProcessor\b|\bCPU\b", " ", _cpu_name())
+    name = re.sub(r"\(R\)|\(TM\)|@.*|\d+-Core.*|\bProcessor\b|\bCPU\b", " ", cpu_name())
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {
-        "kind": "cpu",
-        "slug": f"cpu-{slug(name)}",
-        "name": _cpu_name(),
-        "driver": None,
-        "num_cores": num_cores,
-    }
+    return {"kind": "cpu", "slug": f"cpu-{slug(name)}", "name": cpu_name(), "driver": None, "num_cores": num_cores}
 
 
 def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {}
+    found: dict[str, str | None] = dict.fromkeys(PACKAGES)
     for name in PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
     return found
 
 
 def _commit() -> dict[str, Any]:
-    """Commit of the code and whether `labkit/` differs from it; null outside a git checkout."""
+    """Commit of the code and whether `labkit/` differs from it.
+
+    ``LABKIT_COMMIT`` names it where the checkout does not tell (a copy in a container).
+    """
     head = _output_of("git", "-C", str(ROOT), "rev-parse", "HEAD")
     changed = _output_of("git", "-C", str(ROOT), "status", "--porcelain", "--", "labkit") if head else None
     return {
-        "commit": head.strip() if head else None,
+        "commit": os.environ.get("LABKIT_COMMIT") or (head.strip() if head else None),
         "dirty": None if changed is None else bool(changed.strip()),
     }
 
@@ -186,25 +175,17 @@ def command_line() -> str:
     return redact(" ".join([Path(sys.argv[0]).name, *sys.argv[1:]]))
 
 
-def collect(device: str = "cpu", *, num_threads: int | None = None) -> dict[str, Any]:
+def collect(device: str = "cpu") -> dict[str, Any]:
     """What to store beside numbers measured now, by this process, on ``device``.
 
-    Parameters
-    ----------
-    device : str
-        ``cpu``, ``cuda`` or ``cuda:N``, as torch counts.
-    num_threads : int, optional
-        Threads the measured code uses; by default OMP_NUM_THREADS, else the cores this process may use.
+    device : ``cpu``, ``cuda`` or ``cuda:N``, as torch counts.
 
-    Returns
-    -------
-    dict
-        device (kind, slug, name, driver, clocks in MHz, power limit in W), versions, python, platform,
-        commit, dirty, command, num_threads, env. Holds no user name, host name, home folder or GPU serial
-        number.
+    Returns device (kind, slug, name, driver, clocks in MHz, power limit in W), versions, python, platform, commit,
+    dirty, command, num_threads (OMP_NUM_THREADS, else the cores this process may use), env. Holds no user name, host
+    name, home folder or GPU serial number.
     """
     facts = _device_facts(device)
-    threads = num_threads or int(os.environ.get("OMP_NUM_THREADS") or 0) or facts.get("num_cores") or os.cpu_count()
+    threads = int(os.environ.get("OMP_NUM_THREADS") or 0) or facts.get("num_cores") or os.cpu_count()
     return {
         "device": facts,
         "num_threads": threads,
@@ -232,10 +213,7 @@ def environment_digest(provenance: dict[str, Any], code_digest: str = "") -> str
 def code_digest(names: Iterable[str]) -> str:
     """Digest of source files of this package, given as ``timing.py`` or, for a whole folder, ``attention``.
 
-    Raises
-    ------
-    FileNotFoundError
-        No such file or folder in the package.
+    Raises FileNotFoundError: no such file or folder in the package.
     """
     package = Path(__file__).parent
     sources: dict[str, str] = {}

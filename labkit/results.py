@@ -58,12 +58,7 @@ def _array(column: Column, values: list[Any]) -> pa.Array:
         array = pa.array(values)
         kind = array.type
         number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
-        fits = {
-            TEXT: pa.types.is_string(kind),
-            COUNT: number,
-            REAL: number,
-            HISTOGRAM: pa.types.is_list(kind),
-        }
+        fits = {TEXT: pa.types.is_string(kind), COUNT: number, REAL: number, HISTOGRAM: pa.types.is_list(kind)}
         if not (fits[column.type] or pa.types.is_null(kind)):
             raise InputError(f"{column.name}: wanted {column.type}, got {kind}")
         return array.cast(column.type)
@@ -74,10 +69,7 @@ def _array(column: Column, values: list[Any]) -> pa.Array:
 def build_table(experiment: str, values: dict[str, list[Any]]) -> pa.Table:
     """A table in the experiment's schema from lists of equal length; absent columns are null.
 
-    Raises
-    ------
-    InputError
-        An unknown column, or values that do not fit the column's type. Nothing is rounded or parsed.
+    Raises InputError: an unknown column, or values that do not fit the column's type. Nothing is rounded or parsed.
     """
     wanted = columns(experiment)
     unknown = sorted(set(values) - {c.name for c in wanted})
@@ -121,19 +113,11 @@ def file_digest(path: Path) -> str:
 
 
 def write_run(path: Path, tables: Iterable[pa.Table], sidecar: dict[str, Any]) -> Path:
-    """Write ``path`` (``.../<run_id>.parquet``) and its sidecar, replacing both.
+    """Write ``.../<run_id>.parquet`` (a row group per table of `build_table`) and its sidecar, replacing both.
 
-    Parameters
-    ----------
-    tables : iterable of pa.Table
-        Made by `build_table` for ``sidecar["experiment"]``; a row group each.
-    sidecar : dict
-        At least experiment, run_id, gpu. ``schema_version``, ``sha256`` and ``num_rows`` are added.
+    sidecar : at least experiment, run_id, gpu. ``schema_version``, ``sha256`` and ``num_rows`` are added.
 
-    Raises
-    ------
-    InputError
-        The files cannot be written (full disk, read-only folder).
+    Raises InputError: the files cannot be written (full disk, read-only folder).
     """
     identity = {"schema_version": SCHEMA_VERSION, **{n: sidecar[n] for n in ("run_id", "experiment", "gpu")}}
     schema = arrow_schema(sidecar["experiment"]).with_metadata({"labkit": json.dumps(identity)})
@@ -155,23 +139,15 @@ def write_run(path: Path, tables: Iterable[pa.Table], sidecar: dict[str, Any]) -
 
 
 def read_sidecar(path: Path) -> dict[str, Any]:
-    """The sidecar beside a run's Parquet file.
-
-    Raises
-    ------
-    InputError
-        Missing, not JSON, or of another schema version.
-    """
+    """The sidecar beside a run's Parquet file. Raises InputError: missing, not JSON, or of another schema version."""
     path = path.with_suffix(".json")
     try:
         if path.stat().st_size > MAX_SIDECAR_BYTES:
-            raise InputError(f"{path}: wanted a sidecar below {MAX_SIDECAR_BYTES >> 20} MiB")
+            raise OSError(f"more than {MAX_SIDECAR_BYTES >> 20} MiB")
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"{path}: missing; wanted the sidecar of {path.stem}.parquet") from None
     except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, InputError):
-            raise
         raise InputError(f"{path}: wanted a JSON sidecar, got {str(error) or type(error).__name__}") from error
     if not isinstance(content, dict):
         raise InputError(f"{path}: wanted a JSON object, got {type(content).__name__}")
@@ -187,10 +163,7 @@ def read_sidecar(path: Path) -> dict[str, Any]:
 def read_table(path: Path) -> pa.Table:
     """The rows of one Parquet file as they are, with no look at the sidecar.
 
-    Raises
-    ------
-    InputError
-        Missing, no Parquet file, or larger than any run.
+    Raises InputError: missing, no Parquet file, or larger than any run.
     """
     try:
         with pq.ParquetFile(path) as file:
@@ -223,10 +196,7 @@ def _roots(paths: Sequence[str | Path]) -> list[Path]:
 def run_files(path: Path) -> list[Path]:
     """The Parquet files of runs at ``path``: a run's file or sidecar, a folder, a tree.
 
-    Raises
-    ------
-    InputError
-        No such file or folder, or a file of another kind.
+    Raises InputError: no such file or folder, or a file of another kind.
     """
     if path.is_dir():
         # A sidecar alone counts: a run whose rows are gone must be missed, not passed over.
@@ -247,10 +217,8 @@ def _source_name(root: Path) -> str:
 def find_runs(experiment: str, *paths: str | Path, gpu: str | None = None) -> list[StoredRun]:
     """The runs of one experiment at the paths, else in LABKIT_DATA (``dir1:dir2``), else in ``data/runs``.
 
-    Raises
-    ------
-    InputError
-        Nothing found; a named file of another experiment; a missing or broken sidecar; two runs of one name.
+    Raises InputError: nothing found; a named file of another experiment; a missing or broken sidecar; two runs of one
+    name.
     """
     columns(experiment)
     roots = _roots(paths)
@@ -300,26 +268,13 @@ def _checked_rows(run: StoredRun, experiment: str) -> pa.Table:
 def load_runs(experiment: str, *paths: str | Path, gpu: str | None = None) -> pd.DataFrame:
     """The rows of all runs of one experiment, long form, one row per sample.
 
-    Parameters
-    ----------
-    experiment : str
-        attention, step, acceptance or loop.
-    *paths : str or Path
-        Run files, folders or trees; by default LABKIT_DATA (``dir1:dir2``), else ``data/runs``.
-    gpu : str, optional
-        Only runs of this device slug.
+    *paths : run files, folders or trees; by default LABKIT_DATA (``dir1:dir2``), else ``data/runs``.
+    gpu : only runs of this device slug.
 
-    Returns
-    -------
-    DataFrame
-        The columns of `labkit.schema` plus ``source``, the root a run was found under. Failed points are rows
-        too: select ``status == "ok"`` to compute. Counts that can be null come as floats; histograms as lists
-        of lists.
+    Returns the columns of `labkit.schema` plus ``source``, the root a run was found under. Failed points are rows too:
+    select ``status == "ok"`` to compute. Counts that can be null come as floats; histograms as lists of lists.
 
-    Raises
-    ------
-    InputError
-        Nothing found, another schema version, a missing or corrupt file. No file is skipped.
+    Raises InputError: nothing found, another schema version, a missing or corrupt file. No file is skipped.
     """
     table = pa.concat_tables(_checked_rows(run, experiment) for run in find_runs(experiment, *paths, gpu=gpu))
     frame = table.to_pandas()

@@ -1,8 +1,9 @@
 """Reading rows of the data contract: which ones count, which columns must be there, what must not be mixed."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from labkit.errors import InputError
@@ -15,13 +16,16 @@ def is_missing(value: Any) -> bool:
     return value is None or (pd.api.types.is_scalar(value) and bool(pd.isna(value)))
 
 
+def json_value(value: Any) -> Any:
+    """A NumPy scalar as Python's, NaN and infinities as None."""
+    value = value.item() if isinstance(value, np.generic) else value
+    return None if isinstance(value, float) and not np.isfinite(value) else value
+
+
 def ok_rows(df: pd.DataFrame, what: str, columns: Iterable[str]) -> pd.DataFrame:
     """The rows with status ok (all rows where there is no such column).
 
-    Raises
-    ------
-    InputError
-        A column is missing, or no row is left; the message counts the statuses that were there.
+    Raises InputError: a column is missing, or no row is left; the message counts the statuses that were there.
     """
     absent = [name for name in columns if name not in df]
     if absent:
@@ -39,13 +43,15 @@ def distinct(df: pd.DataFrame, column: str) -> list[Any]:
     return sorted(df[column].dropna().unique().tolist()) if column in df else []
 
 
+def listed(df: pd.DataFrame, column: str, labels: Mapping[str, str] | None = None) -> str:
+    """The distinct values of a column as text, joined by commas, each under its label where it has one."""
+    return ", ".join((labels or {}).get(str(value), str(value)) for value in distinct(df, column))
+
+
 def single_value(df: pd.DataFrame, column: str, where: str) -> Any:
     """The one value of a column, None when it is missing throughout.
 
-    Raises
-    ------
-    InputError
-        More than one value, or a value beside missing ones: rows that must not be mixed silently.
+    Raises InputError: more than one value, or a value beside missing ones: rows that must not be mixed silently.
     """
     if column not in df:
         return None

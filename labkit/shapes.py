@@ -9,6 +9,9 @@ from labkit.paths import REFERENCE
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
+MAX_Q_LEN = 64  # new tokens of a verify call; longer calls are prefill chunks
+
+
 def dtype_bytes(dtype: str) -> int:
     """Bytes of one element of `dtype`.
 

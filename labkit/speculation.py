@@ -116,17 +116,13 @@ def speculate(
 ) -> list[Generation]:
     """Generate from a batch of prompts; each request advances by its own acceptance, finished ones leave the batch.
 
-    Parameters
-    ----------
     drafter : None (with ``num_speculative_tokens=0``) is plain decoding through ``target.decode``.
     num_speculative_tokens : k, drafts per step at most. Verify has q_len = longest draft of the batch + 1.
     max_new_tokens : output tokens per request, the one from the prefill counted.
     accept : rule for drafts and for the tokens the target adds; ``accept_greedy`` by default.
     clock : of `labkit.timing`; each step's times are stored with it. The prefill is not timed.
 
-    Raises
-    ------
-    ValueError : k < 0, max_new_tokens < 1, no or an empty prompt, or k and drafter that contradict each other.
+    Raises ValueError: k < 0, max_new_tokens < 1, no or an empty prompt, or k and drafter that contradict each other.
     """
     _check(drafter, prompts, num_speculative_tokens, max_new_tokens)
     accept = accept or accept_greedy

@@ -16,18 +16,12 @@ from labkit.intervals import resampled_medians, student_spread
 class Length:
     """Acceptance behind a cell.
 
-    Attributes
-    ----------
-    length
-        Mean acceptance length, tokens per step; NaN where unknown.
-    shares
-        Share of the verify steps with j drafts, float64 [k+1].
-    log_draws, share_draws
-        Resampled log length [resamples] and shares [resamples, k+1], before the spread of small samples.
-    spread
-        Factors [resamples] for the deviations of both, NaN for a single prompt.
-    num_prompts
-        None where no prompts stand behind it (imposed, unknown).
+    length : mean acceptance length, tokens per step; NaN where unknown.
+    shares : share of the verify steps with j drafts, float64 [k+1].
+    log_draws, share_draws : resampled log length [resamples] and shares [resamples, k+1], before the spread of small
+        samples.
+    spread : factors [resamples] for the deviations of both, NaN for a single prompt.
+    num_prompts : None where no prompts stand behind it (imposed, unknown).
     """
 
     length: float
@@ -43,14 +37,10 @@ def measured_length(histograms: np.ndarray, resamples: int, rng: np.random.Gener
     total = histograms.sum(axis=0)
     accepted, _, steps = length_draws(histograms, resamples, rng)
     num_steps = steps.sum(axis=1)
-    return Length(
-        length=1 + float(total.sum(axis=0) @ np.arange(len(total)) / total.sum()),
-        shares=total.sum(axis=1) / total.sum(),
-        log_draws=np.log(1 + accepted / num_steps),
-        share_draws=steps / num_steps[:, None],
-        spread=student_spread(len(histograms), resamples, rng),
-        num_prompts=len(histograms),
-    )
+    length = 1 + float(total.sum(axis=0) @ np.arange(len(total)) / total.sum())
+    shares, share_draws = total.sum(axis=1) / total.sum(), steps / num_steps[:, None]
+    spread = student_spread(len(histograms), resamples, rng)
+    return Length(length, shares, np.log(1 + accepted / num_steps), share_draws, spread, len(histograms))
 
 
 def imposed_length(
@@ -68,7 +58,7 @@ def imposed_length(
 
 @dataclass(frozen=True)
 class Speedup:
-    """Estimates as logs, and resampled logs [resamples] (all NaN where there is no interval)."""
+    """Logs of cost and length (their difference is the speed-up's), and resampled ones [resamples], NaN if unknown."""
 
     log_cost: float
     log_length: float
@@ -76,11 +66,6 @@ class Speedup:
     length_draws: np.ndarray
     draws: np.ndarray
     num_rounds: int
-
-    @property
-    def log_speedup(self) -> float:
-        """Log of mean_acceptance_length / relative_step_cost."""
-        return self.log_length - self.log_cost
 
 
 def relative_step_cost(ratios: np.ndarray, shares: np.ndarray) -> float:
@@ -100,11 +85,11 @@ def speedup_of(ratios: np.ndarray, length: Length, rng: np.random.Generator) -> 
     """
     resamples = len(length.log_draws)
     log_length = float(np.log(length.length))
-    length_draws_ = log_length + length.spread * (length.log_draws - log_length)
+    length_draws = log_length + length.spread * (length.log_draws - log_length)
     log_cost = float(np.log(relative_step_cost(ratios, length.shares)))
     if len(ratios) < 2:
         unknown = np.full(resamples, np.nan)
-        return Speedup(log_cost, log_length, unknown, length_draws_, unknown, len(ratios))
+        return Speedup(log_cost, log_length, unknown, length_draws, unknown, len(ratios))
     resampled = resampled_medians(ratios, resamples, rng)
     spread = student_spread(len(ratios), resamples, rng, of_medians=True)
     rounds = spread * (np.log(resampled @ length.shares) - log_cost)
@@ -112,11 +97,5 @@ def speedup_of(ratios: np.ndarray, length: Length, rng: np.random.Generator) -> 
     prompts = length.spread * (length.log_draws - log_length - by_shares)
     # One prompt says nothing about the spread of draft lengths, unless every step drafts alike.
     of_shares = np.zeros(resamples) if (length.shares == 1).any() else length.spread * by_shares
-    return Speedup(
-        log_cost=log_cost,
-        log_length=log_length,
-        cost_draws=log_cost + rounds + of_shares,
-        length_draws=length_draws_,
-        draws=log_length - log_cost + prompts - rounds,
-        num_rounds=len(ratios),
-    )
+    cost_draws, draws = log_cost + rounds + of_shares, log_length - log_cost + prompts - rounds
+    return Speedup(log_cost, log_length, cost_draws, length_draws, draws, len(ratios))

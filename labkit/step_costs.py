@@ -13,35 +13,15 @@ from labkit.errors import InputError
 from labkit.rows import FORCED_ORIGINS, distinct, is_missing, ok_rows, single_value
 
 CELL_KEY = (
-    "gpu",
-    "target",
-    "drafter",
-    "batch_size",
-    "context_len",
-    "num_speculative_tokens",
-    "verify_backend",
-    "draft_backend",
-    "weight_dtype",
-    "kv_dtype",
+    *("gpu", "target", "drafter", "batch_size", "context_len", "num_speculative_tokens", "verify_backend"),
+    *("draft_backend", "weight_dtype", "kv_dtype"),
 )
 PAIR = ["run_id", "group", "round"]
 # Both arms of a group must agree in these, or its ratio would compare two different things.
 SHARED = ("gpu", "target", "batch_size", "context_len", "weight_dtype", "kv_dtype", "linear_backend")
 # Columns that rarely vary and are looked at cell by cell when they do.
 MIXED = ("linear_backend", "launch_mode", "quality")
-NEEDED = (
-    *PAIR,
-    "arm",
-    "target",
-    "drafter",
-    "batch_size",
-    "context_len",
-    "num_speculative_tokens",
-    "verify_backend",
-    "decode_backend",
-    "num_drafted_tokens",
-    "step_ms",
-)
+NEEDED = (*PAIR, "arm", *CELL_KEY[1:7], "decode_backend", "num_drafted_tokens", "step_ms")
 
 
 @dataclass(frozen=True)
@@ -70,11 +50,8 @@ def step_costs(cost_rows: pd.DataFrame) -> list[StepCosts]:
     Costs come from runs at a fixed context. Rows of origin forced are welcome: only their acceptance is imposed, their
     times are real, so the cell counts as measured. Rounds of several runs of one cell are pooled after pairing.
 
-    Raises
-    ------
-    InputError
-        Columns are missing, an arm is missing or unknown, a time is not above 0, or a group or a cell mixes contexts,
-        dtypes, linear backends, launch modes or origins.
+    Raises InputError: columns are missing, an arm is missing or unknown, a time is not above 0, or a group or a cell
+    mixes contexts, dtypes, linear backends, launch modes or origins.
     """
     rows = ok_rows(cost_rows, "cost", NEEDED)
     rows = rows.assign(**{name: None for name in CELL_KEY if name not in rows})
@@ -92,15 +69,9 @@ def step_costs(cost_rows: pd.DataFrame) -> list[StepCosts]:
         key = {name: _key_value(value) for name, value in zip(CELL_KEY, values, strict=True)}
         steps = step_ms.loc[[cell_id]].droplevel("cell").reindex(columns=list(range(key["num_speculative_tokens"] + 1)))
         decode = decode_ms.reindex(steps.index).dropna(axis="columns", how="all")
-        costs.append(
-            StepCosts(
-                key=key,
-                step_ms=steps.to_numpy(float),
-                decode_ms={str(name): decode[name].to_numpy(float) for name in decode},
-                origin=_origin(group, key),
-                notes=_notes(group, plain, key) if varied else (),
-            )
-        )
+        by_backend = {str(name): decode[name].to_numpy(float) for name in decode}
+        notes = _notes(group, plain, key) if varied else ()
+        costs.append(StepCosts(key, steps.to_numpy(float), by_backend, _origin(group, key), notes))
     return costs
 
 
@@ -162,13 +133,8 @@ def _name(key: dict[str, Any]) -> str:
 def baseline_ms(costs: StepCosts, baseline: str) -> tuple[str | None, np.ndarray]:
     """The plain decode that the cell is compared with: its backend, and its time per round [num_rounds].
 
-    Parameters
-    ----------
-    baseline
-        ``"fastest"``, ``"same"`` (the backend that verifies) or the name of a plain-decode backend.
+    baseline : ``"fastest"``, ``"same"`` (the backend that verifies) or the name of a plain-decode backend.
 
-    Notes
-    -----
     The fastest of several noisy candidates looks faster than it is where it was chosen. So rounds are halved by turns,
     the backend is chosen by its median on one half and measured on the other, in both directions; each round is used
     once. Where the halves choose differently (a tie within noise), both names are given, joined by ``|``.
@@ -181,9 +147,7 @@ def baseline_ms(costs: StepCosts, baseline: str) -> tuple[str | None, np.ndarray
     # With a single round there is no other half; such a cell stays undecided anyway.
     choosers = [half != side if num_rounds > 1 else half == 0 for side in (0, 1)]
     table = {
-        name: values
-        for name, values in costs.decode_ms.items()
-        if all(np.isfinite(values[chooser]).any() for chooser in choosers)
+        name: ms for name, ms in costs.decode_ms.items() if all(np.isfinite(ms[chooser]).any() for chooser in choosers)
     }
     if not table:
         return None, np.full(num_rounds, np.nan)

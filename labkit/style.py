@@ -23,6 +23,10 @@ NOTE_SIZE = 6.5
 INK = "0.15"
 MUTED = "0.42"
 
+_TICKS: Mapping[str, object] = {
+    **{"labelsize": 7.0, "color": "0.35", "labelcolor": INK},
+    **{"major.width": 0.6, "major.size": 3.0, "minor.width": 0.4, "minor.size": 1.6},
+}
 RC: Mapping[str, object] = {
     # DejaVu Sans comes with matplotlib, so a figure does not depend on the fonts of the machine.
     "font.family": "sans-serif",
@@ -44,20 +48,7 @@ RC: Mapping[str, object] = {
     "axes.grid.axis": "y",
     "grid.color": "0.91",
     "grid.linewidth": 0.5,
-    "xtick.labelsize": 7.0,
-    "ytick.labelsize": 7.0,
-    "xtick.color": "0.35",
-    "ytick.color": "0.35",
-    "xtick.labelcolor": INK,
-    "ytick.labelcolor": INK,
-    "xtick.major.width": 0.6,
-    "ytick.major.width": 0.6,
-    "xtick.minor.width": 0.4,
-    "ytick.minor.width": 0.4,
-    "xtick.major.size": 3.0,
-    "ytick.major.size": 3.0,
-    "xtick.minor.size": 1.6,
-    "ytick.minor.size": 1.6,
+    **{f"{axis}tick.{name}": value for axis in "xy" for name, value in _TICKS.items()},
     "text.color": INK,
     # Letters are then as wide on screen as in the PDF, so one layout serves all formats.
     "text.hinting": "no_hinting",
@@ -137,13 +128,7 @@ def styled(func: Callable[P, R]) -> Callable[P, R]:
 
 
 def origin_style(origin: str) -> OriginStyle:
-    """Style of one origin.
-
-    Raises
-    ------
-    ValueError
-        If ``origin`` is none of the origins this project knows.
-    """
+    """Style of one origin. Raises ValueError: ``origin`` is none of the origins this project knows."""
     if origin not in ORIGINS:
         raise ValueError(f"origin: want one of {', '.join(ORIGINS)}; got {origin!r}")
     return ORIGINS[origin]
@@ -205,10 +190,7 @@ def _two_digits(value: float, size: int) -> str:
 def context_ticks(low: float, high: float, *, max_ticks: int = 6) -> list[int]:
     """Powers of two in ``[low, high]`` tokens, each 2, 4 or 16 times the one before, at most ``max_ticks``, through 1K.
 
-    Raises
-    ------
-    ValueError
-        If the limits are not ``0 < low <= high``.
+    Raises ValueError: the limits are not ``0 < low <= high``.
     """
     if not 0 < low <= high:
         raise ValueError(f"low, high: want 0 < low <= high tokens; got {low}, {high}")
@@ -221,20 +203,24 @@ def context_ticks(low: float, high: float, *, max_ticks: int = 6) -> list[int]:
     return ticks
 
 
-def context_axis(ax: Axes, low: float, high: float, *, label: bool = True, max_ticks: int = 6) -> None:
+def context_axis(ax: Axes, low: float, high: float) -> None:
     """Make x a log2 axis over ``low`` to ``high`` tokens with ticks like ``1K 4K 16K`` and a minor tick per octave."""
     pad = 0.04 * max(1.0, math.log2(high / low)) if high > low else 0.5
     ax.set_xscale("log", base=2)
     low, high = low * 2**-pad, high * 2**pad
     ax.set_xlim(low, high)
-    ticks = context_ticks(low, high, max_ticks=max_ticks)
+    ticks = context_ticks(low, high)
     octaves = [2**power for power in range(math.ceil(math.log2(low)), math.floor(math.log2(high)) + 1)]
     ax.xaxis.set_major_locator(FixedLocator(ticks))
     ax.xaxis.set_minor_locator(FixedLocator([value for value in octaves if value not in ticks]))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_tokens(value)))
     ax.xaxis.set_minor_formatter(NullFormatter())
-    if label:
-        ax.set_xlabel("context length (tokens)")
+    ax.set_xlabel("context length (tokens)")
+
+
+def display_name(name: object, labels: Mapping[str, str] | None) -> str:
+    """What a figure calls a value of the data: its label, or itself without underscores."""
+    return (labels or {}).get(str(name), str(name).replace("_", " "))
 
 
 def log_us_axis(axis: Axis) -> None:

@@ -7,13 +7,14 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from labkit.check import check_table
 from labkit.errors import InputError
-from labkit.executor import Batch, InProcess, Outcome, Point, WorkerProcess, function_name
+from labkit.executor import Batch, InProcess, Outcome, Point, WorkerProcess, function_name, outcomes
 from labkit.journal import (
     RESERVED,
     Journal,
@@ -60,15 +61,9 @@ class RunResult:
 def grid(**axes: Any) -> list[Point]:
     """Every combination of the axes' values, the last axis fastest.
 
-    Parameters
-    ----------
-    **axes
-        A list, tuple or range of values, or one value.
+    **axes : a list, tuple or range of values, or one value.
 
-    Raises
-    ------
-    InputError
-        An axis without values.
+    Raises InputError: an axis without values.
     """
     values = {n: list(v) if isinstance(v, list | tuple | range) else [v] for n, v in axes.items()}
     for name, options in values.items():
@@ -146,11 +141,13 @@ def _earlier(folder: Path, header: dict[str, Any]) -> dict[Path, set[str]]:
 class _Budget:
     """Stops before a point that is not expected to fit into the time left."""
 
-    def __init__(self, budget_s: float | None, journal: Journal):
-        self._deadline = None if budget_s is None else time.monotonic() + budget_s
+    def __init__(self, budget_s: float | None, journal: Journal, *, spent_counts: bool):
+        earlier = journal.attempts.values()
+        spent_s = sum(attempt.seconds for attempt in earlier) if spent_counts else 0.0
+        self._deadline = None if budget_s is None else time.monotonic() + budget_s - spent_s
         self._seconds: dict[str, list[float]] = {}
         self.stopped = False
-        for attempt in journal.attempts.values():
+        for attempt in earlier:
             self.add(attempt.point, attempt.seconds)
 
     @staticmethod
@@ -184,7 +181,9 @@ def _batches(journal: Journal, keyed: dict[str, Point]) -> list[Batch]:
     for _, batch in itertools.groupby(keyed.items(), lambda item: item[1].get("group", item[0])):
         points = list(batch)
         if not all(journal.is_final(key) for key, _ in points):
-            batches.append([(key, point) for key, point in points if not journal.is_final(key) or journal.is_ok(key)])
+            batches.append(
+                [(key, point) for key, point in points if not journal.is_final(key) or journal.status(key) == "ok"]
+            )
     return batches
 
 
@@ -225,17 +224,14 @@ def _measure_all(
     *,
     budget: _Budget,
     timeout_s: float,
-    calibrate_on: str | None,
     progress: bool,
 ) -> int:
     """Measure and store what is not final yet; the number of points measured."""
     todo = _batches(journal, keyed)
-    num_measured, bar = 0, None
-    try:
-        journal.append(_session(runner, calibrate_on))
-        if progress:
-            bar = counter(len(keyed), journal.header["experiment"], initial=len(keyed) - sum(map(len, todo)))
-        for key, outcome in runner.outcomes(budget.limit(todo), timeout_s):
+    num_done, num_measured = len(keyed) - sum(map(len, todo)), 0
+    label = journal.header["experiment"]
+    with closing(counter(len(keyed), label, initial=num_done)) if progress else nullcontext() as bar:
+        for key, outcome in outcomes(runner, budget.limit(todo), timeout_s):
             if outcome.get("bad_input") and num_measured == 0:
                 # The first refusal is about what the user asked for; later ones are rows.
                 raise InputError(outcome["reason"].removeprefix("InputError: "))
@@ -244,20 +240,11 @@ def _measure_all(
             num_measured += 1
             if bar is not None:
                 bar.update()
-    finally:
-        runner.close()
-        if bar is not None:
-            bar.close()
     return num_measured
 
 
 def _header(
-    keyed: dict[str, Point],
-    experiment: str,
-    measure: str,
-    provenance: dict[str, Any],
-    code_digest: str,
-    seed: int,
+    keyed: dict[str, Point], experiment: str, measure: str, provenance: dict[str, Any], code_digest: str, seed: int
 ) -> dict[str, Any]:
     return {
         "run_id": new_run_id(),
@@ -286,7 +273,6 @@ def run_sweep(
     seed: int = 0,
     resume: bool = True,
     reuse: bool = False,
-    executor: str = "local",
     timeout_s: float = 600.0,
     budget_s: float | None = None,
     budget_is_total: bool = False,
@@ -299,69 +285,32 @@ def run_sweep(
 ) -> RunResult:
     """Measure every point, in the order given, and store each as soon as it is done.
 
-    Parameters
-    ----------
-    points : iterable of dict
-        Parameters by name (`grid`), important points first. Those that are columns of the experiment become
-        columns.
-    measure : str or function
-        ``measure(point)``, as ``package.module:function`` or a module-level function. It gets the point and
-        ``seed`` in it, and returns a list of samples (dicts of columns) or ``{"samples": [...], column:
-        value, ...}`` with values that hold for all of them. It raises Unsupported or BackendUnavailable
-        (status unsupported), MemoryError or torch's out-of-memory error (oom), WrongResult (wrong); anything
-        else is status error. Adjacent points with one ``group`` are interleaved: ``measure`` gets them as a list
-        and returns a list, for each point its samples or the exception that stopped it alone.
-    experiment : str
-        attention, step, acceptance or loop.
-    out_dir : str or Path
-        Root of the stored runs.
-    device : str
-        What is measured: ``cpu``, ``cuda`` or ``cuda:N``. Names the folder, unless ``provenance`` is given.
-    seed : int
-        Put into every point that has none.
-    resume : bool
-        Go on with the latest run of the same points, seed, measuring function and environment. Points that
-        are ok, unsupported, oom or wrong stay; those that timed out, crashed or failed get one more attempt.
-    reuse : bool
-        With ``resume``: leave out points that a run of the same points and environment holds already. After an edit of
-        one backend only its points are measured, in a run of their own, not interleaved with the others.
-    executor : str
-        ``local``: one worker process on this machine.
-    timeout_s : float
-        Limit of one point, s, loading a model included, starting the worker not. Only with ``worker``.
-    budget_s : float, optional
-        Stop before the first point that is not expected to end within this time, s. The rest can be resumed.
-    budget_is_total : bool
-        Time that earlier sessions of this run spent on its points counts against the budget, so that asking again
-        does not measure more.
-    backend_digest : str or function of a point
-        What identifies the measured code in the key of a point (`labkit.attention.api.backend_digest`).
-    code_digest : str
-        Digest of the other measuring code (`labkit.provenance.code_digest`); part of the environment.
-    provenance : dict, optional
-        Of `labkit.provenance.collect`; by default collected for ``device``.
-    calibrate : bool
-        Run `labkit.calibrate.calibrate` first and store its result in the sidecar.
-    worker : bool
-        False: measure in this process, for tests and debugging.
-    progress : bool
-        Show a bar or lines of progress.
+    points : parameters by name (`grid`), important ones first. Those that are columns of the experiment become columns.
+    measure : ``measure(point)``, as ``package.module:function`` or a module-level function. It gets the point with
+        ``seed`` in it, and returns a list of samples (dicts of columns) or ``{"samples": [...], column: value, ...}``
+        with values that hold for all of them. What it raises becomes the status (`labkit.worker.status_of`). Adjacent
+        points with one ``group`` are interleaved: ``measure`` gets them as a list and returns a list, for each point
+        its samples or the exception that stopped it alone.
+    device : ``cpu``, ``cuda`` or ``cuda:N``. Names the folder, unless ``provenance`` is given.
+    seed : put into every point that has none.
+    resume : go on with the latest run of the same points, seed, measuring function and environment. Points that are ok,
+        unsupported, oom or wrong stay; those that timed out, crashed or failed get one more attempt.
+    reuse : with ``resume``, leave out points that a run of the same points and environment holds already: after an edit
+        of one backend its points alone are measured, in a run of their own, not interleaved with the others.
+    timeout_s : limit of one point, s, loading a model included, starting the worker not. Only with ``worker``.
+    budget_s : stop before the first point that is not expected to end within this time, s. The rest can be resumed.
+    budget_is_total : earlier sessions of this run count against the budget: asking again does not measure more.
+    backend_digest : what identifies the measured code in the key of a point (`labkit.attention.api.backend_digest`).
+    code_digest : digest of the other measuring code (`labkit.provenance.code_digest`); part of the environment.
+    provenance : of `labkit.provenance.collect`; by default collected for ``device``.
+    calibrate : run `labkit.calibrate.calibrate` first and store its result in the sidecar.
+    worker : False: measure in this process, for tests and debugging.
 
-    Returns
-    -------
-    RunResult
-
-    Raises
-    ------
-    InputError
-        Bad arguments, a folder that cannot be written or is being written by another sweep, a measuring
-        function that cannot be imported or refuses the very first point.
-    KeyboardInterrupt
-        Passed on after the run has been closed; it can be resumed.
+    Raises InputError: bad arguments, a folder that cannot be written or is being written by another sweep, a measuring
+    function that cannot be imported or refuses the very first point. An interrupt is passed on after the run has been
+    closed; it can be resumed.
     """
     columns(experiment)
-    if executor != "local":
-        raise InputError(f"executor: wanted local, got {executor!r}")
     if timeout_s <= 0:
         raise InputError(f"timeout_s: wanted more than 0 s, got {timeout_s}")
     keyed = _keyed(points, seed, backend_digest)
@@ -370,44 +319,46 @@ def run_sweep(
     header = _header(keyed, experiment, name, provenance, code_digest, seed)
     folder = run_folder(out_dir, experiment, header["gpu"])
     earlier = _earlier(folder, header) if reuse and resume else {}
-    num_asked, stored = len(keyed), set[str]().union(*earlier.values())
-    keyed = {key: point for key, point in keyed.items() if key not in stored}
+    num_asked, held = len(keyed), set[str]().union(*earlier.values())
+    keyed = {key: point for key, point in keyed.items() if key not in held}
     if len(keyed) < num_asked:
         say(f"{experiment}: {num_asked - len(keyed)} of {num_asked} points are stored in earlier runs")
     if not keyed:
         newest, *others = earlier
         return RunResult(newest.stem, newest, {}, 0, 0, tuple(others))
     with _find_or_create(folder, header, resume) as journal:
-        run = f"{experiment} {journal.header['run_id']}"
-        num_done = sum(journal.is_final(key) for key in keyed)
-        spent_s = sum(attempt.seconds for attempt in journal.attempts.values()) if budget_is_total else 0.0
-        budget = _Budget(None if budget_s is None else budget_s - spent_s, journal)
+        budget = _Budget(budget_s, journal, spent_counts=budget_is_total)
         num_measured = 0
-        if num_done == len(keyed):
-            say(f"{run}: all {num_done} points are stored, nothing to measure")
-        else:
-            if num_done:
-                say(f"{run}: resuming, {num_done} of {len(keyed)} points are stored")
+        if _announce(journal, keyed):
             try:
-                num_measured = _measure_all(
-                    journal,
-                    keyed,
-                    WorkerProcess(name) if worker else InProcess(measure),
-                    budget=budget,
-                    timeout_s=timeout_s,
-                    calibrate_on=device if calibrate else None,
-                    progress=progress,
-                )
+                with closing(WorkerProcess(name) if worker else InProcess(measure)) as runner:
+                    journal.append(_session(runner, device if calibrate else None))
+                    options: dict[str, Any] = {"budget": budget, "timeout_s": timeout_s, "progress": progress}
+                    num_measured = _measure_all(journal, keyed, runner, **options)
             except KeyboardInterrupt:
                 compact(journal)
-                num_stored = len(journal.attempts)
-                say(f"{run}: interrupted, {num_stored} of {len(keyed)} points stored; run again to resume")
+                stored = f"{len(journal.attempts)} of {len(keyed)} points stored"
+                say(f"{_name(journal)}: interrupted, {stored}; run again to resume")
                 raise
-        path = journal.path.with_suffix(".parquet")
         if num_measured or not is_compacted(journal):
             compact(journal)
         num_left = sum(key not in journal.attempts for key in keyed)
         if budget.stopped:
-            say(f"{run}: budget of {budget_s:g} s, {num_left} of {len(keyed)} points left; run again to go on")
-        left = num_measured, num_left, tuple(earlier)
+            rest = f"{num_left} of {len(keyed)} points left"
+            say(f"{_name(journal)}: budget of {budget_s:g} s, {rest}; run again to go on")
+        path, left = journal.path.with_suffix(".parquet"), (num_measured, num_left, tuple(earlier))
         return RunResult(journal.header["run_id"], path, counts_by_status(journal), *left)
+
+
+def _name(journal: Journal) -> str:
+    return f"{journal.header['experiment']} {journal.header['run_id']}"
+
+
+def _announce(journal: Journal, keyed: dict[str, Point]) -> bool:
+    """Say what is stored already; whether anything is left to measure."""
+    num_done = sum(journal.is_final(key) for key in keyed)
+    if num_done == len(keyed):
+        say(f"{_name(journal)}: all {num_done} points are stored, nothing to measure")
+    elif num_done:
+        say(f"{_name(journal)}: resuming, {num_done} of {len(keyed)} points are stored")
+    return num_done < len(keyed)

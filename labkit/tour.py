@@ -71,18 +71,16 @@ def demo(out_dir: Path, *, preset: str = "auto") -> int:
     names = ["01_verify_attention", "03_acceptance", "04_breakeven", "00_start_here"]
     verdicts = batch(names, preset=preset, out_dir=out_dir)
     runs = Path(out_dir).resolve() / "runs"
-    status = 0
-    if failed(verdicts):
-        status = 1
-    else:
+    bad = failed(verdicts)
+    if not bad:
         result = verdict.verdict_from_files([runs], acceptance_paths=[runs])
         (Path(out_dir) / "breakeven.json").write_text(result.to_json() + "\n")
         print("\n" + verdict.render(result))
     print(f"\n{out_dir}: executed notebooks, HTML, figures/, runs/ ({time.monotonic() - begin:.0f} s)")
-    return status
+    return 1 if bad else 0
 
 
-def committed_figures(*, stale_only: bool = False, names: Sequence[str] = ()) -> int:
+def committed_figures(*, stale_only: bool = False) -> int:
     """Draw the committed figures again from the committed data, or list those that are out of date.
 
     Returns 1 when ``stale_only`` finds any.
@@ -94,9 +92,7 @@ def committed_figures(*, stale_only: bool = False, names: Sequence[str] = ()) ->
         stale = stale_figures()
         print("\n".join(f"{name}: {reason}" for name, reason in stale.items()) or "all figures are up to date")
         return 1 if stale else 0
-    verdicts = run_batch(
-        preset="committed", parameters={"figures_dir": str(paths.FIGURES)}, out_dir=paths.BUILD / "figures"
-    )
-    if bad := failed(verdicts):
-        raise InputError(f"notebooks failed: {', '.join(bad)}; see {paths.BUILD / 'figures'}")
+    folder = paths.BUILD / "figures"
+    if bad := failed(run_batch(parameters={"figures_dir": str(paths.FIGURES)}, out_dir=folder)):
+        raise InputError(f"notebooks failed: {', '.join(bad)}; see {folder}")
     return 0

@@ -39,10 +39,7 @@ def verdict_from_files(
 ) -> Breakeven:
     """Join stored loop costs with stored acceptance or an imposed length; see `labkit.breakeven.breakeven`.
 
-    Raises
-    ------
-    InputError
-        No run where one was named, a broken one, or sides that do not join.
+    Raises InputError: no run where one was named, a broken one, or sides that do not join.
     """
     imposed = parse_length(acceptance_length) if acceptance_length else None
     rows = load_runs("loop", *cost_paths, gpu=gpu)

@@ -1,7 +1,7 @@
 """The process that measures, apart from the one that stores: a crash or a hang costs a point, not the sweep.
 
-Started as ``python -m labkit.worker <pid of the parent>``. JSON lines come in on standard input and go out on
-standard output; what the measuring code prints goes to standard error.
+Started as ``python -m labkit.worker <descriptor of a pipe> <pid of the parent>``. Requests and answers are JSON over
+the pipe; standard output and error stay free for what the measuring code prints.
 """
 
 import ctypes
@@ -16,7 +16,8 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from typing import IO, Any
+from multiprocessing.connection import Connection
+from typing import Any
 
 from labkit.provenance import plain, redact
 
@@ -63,11 +64,8 @@ def one_line(error: BaseException) -> str:
 def measure_point(measure: Callable[[dict[str, Any]], Any], point: dict[str, Any]) -> dict[str, Any]:
     """Call ``measure(point)`` and describe what came of it.
 
-    Returns
-    -------
-    dict
-        status; samples (list of dicts) and fields (dict) when ok; else reason (one line), detail (traceback)
-        and ``bad_input`` when the user is to blame.
+    Returns status; samples (list of dicts) and fields (dict) when ok; else reason (one line), detail (traceback) and
+    ``bad_input`` when the user is to blame.
     """
     try:
         return _success(measure(point))
@@ -132,42 +130,39 @@ def _die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def _read_requests(file: IO[str], requests: "queue.SimpleQueue[dict[str, Any]]") -> None:
-    for line in file:
-        requests.put(json.loads(line))
-    os.killpg(0, signal.SIGKILL)  # the parent is gone; end what this process started (compilers) with it
-
-
-def _answer(file: IO[str], content: dict[str, Any]) -> None:
+def _read_requests(pipe: "Connection[Any, Any]", requests: "queue.SimpleQueue[dict[str, Any]]") -> None:
     try:
-        text = json.dumps(content, allow_nan=False, default=plain)
+        while True:
+            requests.put(json.loads(pipe.recv_bytes()))
+    except (EOFError, OSError):
+        os.killpg(0, signal.SIGKILL)  # the parent is gone; end what this process started (compilers) with it
+
+
+def _answer(request: dict[str, Any]) -> bytes:
+    function = resolve(request["function"])
+    content: dict[str, Any] = {"status": "ok"}
+    if "point" in request:
+        content = measure_point(function, request["point"])
+    elif "points" in request:
+        outcomes = measure_group(function, request["points"])
+        broken = next((outcome for outcome in outcomes if outcome["status"] == "crashed"), None)
+        content = broken or {"status": "ok", "outcomes": outcomes}
+    try:
+        return json.dumps(content, allow_nan=False, default=plain).encode()
     except (TypeError, ValueError) as error:
-        text = json.dumps({"status": "error", "reason": f"measured values: {one_line(error)}"})
-    file.write(text + "\n")
-    file.flush()
+        return json.dumps({"status": "error", "reason": f"measured values: {one_line(error)}"}).encode()
 
 
 def main() -> None:
     """Answer requests ``{"function": ..., "point": ... or "points": [...]}`` until the parent closes the pipe."""
-    # Libraries print on descriptor 1 and read 0: give the pipe other numbers.
-    incoming, outgoing = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)
     faulthandler.enable()
-    _die_with_parent(int(sys.argv[1]))
+    pipe: Connection[Any, Any] = Connection(int(sys.argv[1]))
+    os.set_inheritable(pipe.fileno(), False)
+    _die_with_parent(int(sys.argv[2]))
     requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    threading.Thread(target=_read_requests, args=(incoming, requests), daemon=True).start()
+    threading.Thread(target=_read_requests, args=(pipe, requests), daemon=True).start()
     while True:
-        request = requests.get()
-        if "point" in request:
-            _answer(outgoing, measure_point(resolve(request["function"]), request["point"]))
-        elif "points" in request:
-            outcomes = measure_group(resolve(request["function"]), request["points"])
-            broken = next((outcome for outcome in outcomes if outcome["status"] == "crashed"), None)
-            _answer(outgoing, broken or {"status": "ok", "outcomes": outcomes})
-        else:
-            resolve(request["function"])
-            _answer(outgoing, {"status": "ok"})
+        pipe.send_bytes(_answer(requests.get()))
 
 
 if __name__ == "__main__":

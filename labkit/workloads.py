@@ -24,23 +24,12 @@ _CODE_WORKLOADS = ("code_editing", "code_writing")
 
 @dataclass(frozen=True)
 class Prompt:
-    """One request.
+    """One request; its last message is the user's.
 
-    Attributes
-    ----------
-    id, workload : str
-        ``code_editing-01`` of ``code_editing``.
-    messages : tuple of dict
-        ``{"role": ..., "content": ...}`` in order; the last one is the user's.
-    answer : str or None
-        Final number of a math prompt.
-    reference : str or None
-        A correct output: the edited file, the extracted JSON object.
+    answer : final number of a math prompt.
+    reference : a correct output: the edited file, the extracted JSON object.
 
-    Raises
-    ------
-    ValueError
-        A message is not a role and a text, or the last one is not the user's.
+    Raises ValueError: a message is not a role and a text, or the last one is not the user's.
     """
 
     id: str
@@ -68,20 +57,10 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Context:
-    """A prompt behind a filler, as long as was asked for.
+    """A prompt, unchanged, behind a filler that opens the first message of the user.
 
-    Attributes
-    ----------
-    prompt : Prompt
-        Stands unchanged at the end of the context.
-    messages : tuple of dict
-        What was encoded; the filler opens the first message of the user.
-    token_ids : tuple of int
-        ``encode(messages)``.
-    kind, seed
-        Which filler, in which order.
-    filler_digest : str
-        Tells the sources of one Python version from another's; the same for all prompts, seeds and lengths.
+    token_ids : ``encode(messages)``.
+    filler_digest : tells the sources of one Python version from another's; the same for all prompts, seeds and lengths.
     """
 
     prompt: Prompt
@@ -100,10 +79,7 @@ class Context:
 def load_prompts(workload: str, limit: int | None = None) -> list[Prompt]:
     """Return the prompts of one of `WORKLOADS`, or the first `limit` of them.
 
-    Raises
-    ------
-    InputError
-        The workload is unknown or `limit` is below 1.
+    Raises InputError: the workload is unknown or `limit` is below 1.
     """
     if workload not in WORKLOADS:
         raise InputError(f"workload wants one of {', '.join(WORKLOADS)}, got {workload!r}")
@@ -118,11 +94,8 @@ def load_prompt_file(path: str | Path) -> list[Prompt]:
     ``id``, ``workload``, ``answer`` and ``reference`` are optional texts; other fields are ignored. The workload
     defaults to the file's name without its suffix, the id to the workload and the line number.
 
-    Raises
-    ------
-    InputError
-        The file cannot be read or holds no prompt, a line is not a prompt, or an id occurs twice. The message
-        names the file and the line.
+    Raises InputError: the file cannot be read or holds no prompt, a line is not a prompt, or an id occurs twice. The
+    message names the file and the line.
     """
     path = Path(path)
     try:
@@ -174,34 +147,17 @@ def _parse_line(line: str, *, workload: str, number: int) -> Prompt:
 def build_context(
     prompt: Prompt, num_tokens: int, *, encode: Encode, seed: int, kind: FillerKind | None = None
 ) -> Context:
-    """Put a filler before a prompt so that the whole has `num_tokens` tokens.
+    """Put a filler before a prompt so that the whole has `num_tokens` tokens, chat template included.
 
-    The filler of a shorter context is a prefix of the filler of a longer one, and the prompt stands unchanged
-    at the end of both: only the length differs. All prompts of a seed share one filler, so that a target's cache
-    holds it once for all of them; another seed orders the passages anew.
+    Never more, and at most `CONTEXT_TOLERANCE` fewer where the tokenizer cannot reach that. The filler of a shorter
+    context is a prefix of the filler of a longer one, and the prompt stands unchanged at the end of both: only the
+    length differs. All prompts of a seed share one filler, so that a target's cache holds it once for all of them;
+    another seed orders the passages anew.
 
-    Parameters
-    ----------
-    prompt : Prompt
-    num_tokens : int
-        Tokens of the encoded messages, chat template included.
-    encode : callable
-        Messages to token ids, such as ``Tokenizer.encode_chat``.
-    seed : int
-        Orders the passages of the filler.
-    kind : {"text", "code"}, optional
-        ``code`` for code workloads and ``text`` for the others by default.
+    encode : messages to token ids, such as ``Tokenizer.encode_chat``.
+    kind : ``code`` for code workloads and ``text`` for the others by default.
 
-    Returns
-    -------
-    Context
-        Its `token_ids` number `num_tokens` wherever the tokenizer can reach that, never more, and at most
-        `CONTEXT_TOLERANCE` fewer.
-
-    Raises
-    ------
-    InputError
-        The prompt alone is longer, the filler is too short, or `kind` is unknown.
+    Raises InputError: the prompt alone is longer, the filler is too short, or `kind` is unknown.
     """
     kind = kind or ("code" if prompt.workload in _CODE_WORKLOADS else "text")
     filler = filler_text(kind, order=str(seed))
@@ -261,46 +217,28 @@ def _longest_fit(count: Callable[[int], int], limit: int, length: int) -> int:
 
 
 def context_band(context_len: int) -> tuple[int, int]:
-    """Return the band ``low <= context_len < high`` that acceptance and cost are joined on.
+    """The band ``low <= context_len < high`` that acceptance and cost are joined on, tokens before the step.
 
     Bands surround the powers of two from 4 on. Their edges are the geometric means of neighbouring powers, rounded
-    down: 512 lies in (362, 724), 2048 in (1448, 2896), 6144 in (5792, 11585). An empty context has its own.
+    down: 512 lies in (362, 724), 2048 in (1448, 2896). An empty context has its own.
 
-    Parameters
-    ----------
-    context_len : int
-        Tokens in the cache before the step.
-
-    Raises
-    ------
-    ValueError
-        `context_len` is negative.
+    Raises ValueError: `context_len` is negative.
     """
     if context_len < 0:
         raise ValueError(f"context_len wants at least 0 tokens, got {context_len}")
     if context_len == 0:
         return 0, 1
     exponent = context_len.bit_length() - 1
-    if context_len < _band_edge(exponent):
-        exponent -= 1
-    return _band_edge(exponent), _band_edge(exponent + 1)
-
-
-def _band_edge(exponent: int) -> int:
-    """Geometric mean of ``2**exponent`` and its double, in exact integers."""
-    return math.isqrt(2 * 4**exponent)
+    # Geometric means of 2**n and its double, in exact integers.
+    below, middle, above = (math.isqrt(2 * 4**n // 4) for n in range(exponent, exponent + 3))
+    return (below, middle) if context_len < middle else (middle, above)
 
 
 def repeated_ngram_share(token_ids: Sequence[Hashable], n: int = 4) -> float | None:
-    """Return the share (0..1) of an output's n-grams that occurred in it before: near 1 when it goes in circles.
+    """Share (0..1) of an output's n-grams that occurred in it before: near 1 when it goes in circles.
 
-    Nearly every draft for such text is accepted, so its acceptance says nothing about the workload. None when
-    the output is shorter than `n` tokens. The prompt is not counted.
-
-    Raises
-    ------
-    ValueError
-        `n` is below 1.
+    Nearly every draft for such text is accepted, so its acceptance says nothing about the workload. None when the
+    output is shorter than `n` tokens. The prompt is not counted. Raises ValueError: `n` is below 1.
     """
     if n < 1:
         raise ValueError(f"n wants at least 1 token, got {n}")
@@ -309,8 +247,5 @@ def repeated_ngram_share(token_ids: Sequence[Hashable], n: int = 4) -> float | N
 
 
 def _digest_messages(messages: Sequence[Message]) -> str:
-    return _digest(json.dumps([[message["role"], message["content"]] for message in messages]))
-
-
-def _digest(text: str) -> str:
+    text = json.dumps([[message["role"], message["content"]] for message in messages])
     return hashlib.sha256(text.encode()).hexdigest()[:12]

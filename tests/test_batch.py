@@ -39,7 +39,7 @@ def batch(tmp_path_factory):
         write_notebook(folder / "leaves.ipynb", "import sys", "sys.exit(0)", "1"),
     ]
     lines: list[str] = []
-    verdicts = run_batch(notebooks, out_dir=folder / "out", parallel=3, timeout_s=4, progress=lines.append)
+    verdicts = run_batch(notebooks, out_dir=folder / "out", timeout_s=4, progress=lines.append)
     return folder, {verdict.notebook: verdict for verdict in verdicts}, lines
 
 
@@ -108,13 +108,6 @@ def test_html_asks_nothing_of_the_network(batch):
     assert "cdn" not in html
 
 
-def test_measuring_notebooks_run_one_at_a_time(tmp_path):
-    notebook = write_notebook(tmp_path / "a.ipynb", "print(source)")
-    verdicts = run_batch([notebook], preset="cpu", out_dir=tmp_path / "out", parallel=4, progress=None)
-    assert verdicts[0].ok
-    assert json.loads((tmp_path / "out/batch.json").read_text())["parallel"] == 1
-
-
 def test_presets():
     assert set(PRESETS) == {"cpu", "gpu", "ci", "committed"}
     assert preset_parameters("committed")["source"] == "committed"
@@ -131,7 +124,6 @@ def test_verdict_reads_as_one_line():
     ("kwargs", "message"),
     [
         ({"preset": "fast"}, "preset: want one of committed, cpu, gpu, ci; got 'fast'"),
-        ({"parallel": 0}, "parallel"),
         ({"parameters": {"sorce": "run"}}, "no notebook declares sorce"),
         ({"notebooks": ["missing.ipynb"]}, "no such file"),
         ({"notebooks": []}, "at least one"),

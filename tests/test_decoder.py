@@ -149,18 +149,6 @@ def test_rollback_leaves_no_trace(tiny):
     assert relative_error(got, full_logits(tiny, token_ids)[:, 20:]) < 1e-5
 
 
-def test_taps_hold_the_outputs_of_the_asked_layers(tiny):
-    token_ids = random_ids(tiny, 2, 6)
-    taps: dict[int, torch.Tensor | None] = {1: None}
-    logits = tiny.forward(token_ids, tiny.new_cache(2, 32), backend="sdpa", taps=taps)
-    assert taps[1] is not None
-    assert relative_error(tiny._logits(taps[1]), logits) < 1e-6
-    taps[1].mul_(2)
-    logits.mul_(2)
-    with pytest.raises(ValueError, match=r"taps must be layers in 0\.\.1"):
-        tiny.forward(token_ids, tiny.new_cache(2, 32), backend="sdpa", taps={2: None})
-
-
 def test_bad_calls_name_the_argument(tiny):
     cache = tiny.new_cache(2, 32)
     with pytest.raises(ValueError, match="token_ids must be"):

@@ -101,7 +101,7 @@ def batch(tmp_path_factory):
     monkeypatch.setenv(
         "PYTHONPATH", os.pathsep.join([str(paths.ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     )
-    verdicts = run_batch(NOTEBOOKS, out_dir=folder / "out", parallel=2, progress=None)
+    verdicts = run_batch(NOTEBOOKS, out_dir=folder / "out", progress=None)
     monkeypatch.undo()
     return folder / "out", {verdict.notebook: verdict for verdict in verdicts}
 

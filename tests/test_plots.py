@@ -396,8 +396,9 @@ def test_one_figure_holds_one_model(cpu):
     mixed = dataclasses.replace(cpu, cells=pd.concat([cpu.cells, cpu.cells.assign(target="other")]))
     with pytest.raises(InputError, match="one figure holds one target; got smollm2-135m, other"):
         figure_breakeven(mixed)
-    with pytest.raises(InputError, match="at most two columns"):
-        figure_breakeven(cpu, panels=["workload", "num_speculative_tokens", "batch_size"])
+    several = pd.concat([cpu.cells, cpu.cells.assign(batch_size=8)])
+    with pytest.raises(InputError, match="at most two of num_speculative_tokens, batch_size, workload"):
+        figure_breakeven(dataclasses.replace(cpu, cells=several))
 
 
 def test_floor_of_an_unknown_model_is_empty(cpu):

@@ -23,7 +23,6 @@ def test_collect_tells_what_made_a_number():
     assert found["python"] == ".".join(map(str, sys.version_info[:3]))
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", found["time"])
     assert found["num_threads"] >= 1
-    assert collect("cpu", num_threads=7)["num_threads"] == 7
     json.dumps(found)
 
 
@@ -130,7 +129,7 @@ def test_slug():
     ],
 )
 def test_cpu_slug(monkeypatch, name, wanted):
-    monkeypatch.setattr(provenance, "_cpu_name", lambda: name)
+    monkeypatch.setattr(provenance, "cpu_name", lambda: name)
     assert collect("cpu")["device"]["slug"] == wanted
 
 

@@ -40,7 +40,8 @@ _SOUND = {
     | {"draft_ms": 1.0, "verify_ms": 5.0, "accept_ms": 0.5, "gap_ms": 0.25, "step_ms": 6.75},
     "acceptance": {"num_speculative_tokens": 2, "accepted_by_draft_length": [[1, 0, 0], [0, 1, 0], [2, 0, 3]]}
     | {"num_verify_steps": 7, "num_truncated_steps": 0, "num_drafted_steps": 6, "num_drafted_tokens": 11}
-    | {"num_accepted_tokens": 7, "context_len_low": 256, "context_len_high": 1024, "num_draft_nodes": None},
+    | {"num_accepted_tokens": 7, "context_len_low": 256, "context_len_high": 1024, "num_draft_nodes": None}
+    | {"num_output_tokens": 15},
     "attention": {"attention_ms": 0.5, "batch_size": 1, "q_len": 1, "num_qo_heads": 8, "head_dim": 64}
     | {"q_dtype": "float32", "kv_bytes_read": 1_000_000, "gb_per_s": 1_004_096 / 0.5e6},
     "step": {"forward_ms": 9.0, "attention_ms": 3.0, "linear_ms": 4.0, "other_ms": 1.5},
@@ -313,19 +314,21 @@ _CORRUPTIONS = [
     ("acceptance", {"num_accepted_tokens": 6}, "num_accepted_tokens", "which gives 7"),
     ("acceptance", {"num_drafted_tokens": 12}, "num_drafted_tokens", "which gives 11"),
     ("acceptance", {"num_drafted_steps": 8}, "num_drafted_steps", "above num_verify_steps"),
-    ("acceptance", {"num_verify_steps": 8}, "accepted_by_draft_length", "sums to 7"),
-    ("acceptance", {"accepted_by_draft_length": [[7]]}, "accepted_by_draft_length", "wanted [3][3]"),
+    ("acceptance", {"num_output_tokens": 13}, "num_output_tokens", "does not fit"),
+    ("acceptance", {"num_output_tokens": 16}, "num_output_tokens", "does not fit"),
+    ("acceptance", {"num_verify_steps": 8}, "num_verify_steps", "which gives 7"),
+    ("acceptance", {"accepted_by_draft_length": [[7]]}, "accepted_by_draft_length", "must have k+1 = 3 rows"),
     (
         "acceptance",
         {"accepted_by_draft_length": [[0, 1, 0], [0, 1, 0], [2, 0, 3]]},
         "accepted_by_draft_length",
-        "more",
+        "cannot keep more than it drafted",
     ),
     (
         "acceptance",
         {"accepted_by_draft_length": [[1, 0, 0], [0, 1, 0], [2, -3, 6]]},
         "accepted_by_draft_length",
-        "neg",
+        "at least 0, got -3",
     ),
     ("acceptance", {"context_len_high": 256}, "context_len_high", "not above"),
     ("attention", {"context_len_max": 2}, "context_len_max", "below the mean"),

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from labkit.drafting.forced import ForcedDrafter, fixed_acceptance, random_acceptance, rates_for_mean_length
+from labkit.drafting.forced import ForcedDrafter, fixed_acceptance
 from labkit.drafting.ngram import NgramDrafter
 from labkit.errors import InputError
 from labkit.models.recorded import RecordedTarget
@@ -121,15 +121,6 @@ def test_forced_drafter_imposes_length_and_acceptance():
     assert len(got.steps) == 10
 
 
-@pytest.mark.parametrize(("length", "k"), [(1.0, 3), (2.5, 4), (3.25, 3), (8.0, 7)])
-def test_rates_for_mean_length_reach_it(length, k):
-    rates = rates_for_mean_length(length, k)
-    assert 1 + sum(rates) == pytest.approx(length, abs=1e-9)
-    draw = random_acceptance(rates, torch.Generator().manual_seed(0))
-    mean = sum(draw(k) for _ in range(4000)) / 4000
-    assert 1 + mean == pytest.approx(length, abs=0.12)
-
-
 def test_recorded_text_gives_the_counts_of_the_live_loop():
     target = ToyTarget(seed=5)
     text = plain(target, [[1, 2, 3]], 60)[0]
@@ -172,8 +163,6 @@ def test_bad_arguments_are_named(options, name):
     [
         partial(NgramDrafter, max_ngram=1, min_ngram=2),
         partial(fixed_acceptance, -1),
-        partial(rates_for_mean_length, 5.5, 4),
-        partial(random_acceptance, [0.2, 0.4], torch.Generator()),
     ],
 )
 def test_drafters_refuse_bad_settings(make):

@@ -113,7 +113,7 @@ def test_a_worker_hanging_in_native_code_dies_with_its_parent(tmp_path):
     code = (
         "import sys; sys.path.insert(0, '.');"
         "from labkit.executor import WorkerProcess; w = WorkerProcess('tests.kill_native:hang');"
-        "p = w._running(); print(p.pid, flush=True); w.call('tests.kill_native:hang', {}, 600)"
+        "w.prepare(); print(w._process.pid, flush=True); w.call('tests.kill_native:hang', {}, 600)"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert process.stdout is not None

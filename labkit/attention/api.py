@@ -122,7 +122,7 @@ def _from_module(module: ModuleType, name: str | None = None) -> Backend:
     paths = [file, *(file.parent / source for source in getattr(module, "SOURCES", ()))]
     options = variants.get(name, {})
     return Backend(
-        name if name in variants else module.NAME,
+        name if name and name in variants else module.NAME,
         functools.partial(module.supports, **options) if options else module.supports,
         functools.partial(module.prepare, **options) if options else module.prepare,
         tuple(path.read_text() for path in paths),
@@ -415,5 +415,5 @@ def max_error(out: Tensor, ref: Tensor) -> float:
     difference = torch.where(is_same, 0.0, out - ref).abs().max().item()
     if difference == 0.0:
         return 0.0
-    error = difference / ref[ref.isfinite()].abs().max().clamp(min=torch.finfo(torch.float64).tiny).item()
+    error = difference / ref.nan_to_num(neginf=0.0).abs().max().clamp(min=torch.finfo(torch.float64).tiny).item()
     return error if math.isfinite(error) else math.inf

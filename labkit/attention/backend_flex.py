@@ -42,7 +42,7 @@ def prepare(q: Tensor, cache: PagedKVCache, spec: AttentionSpec) -> tuple[Run, d
         return kv_index <= q_index + offset
 
     mask = create_block_mask(causal, None, None, q_len, kv_len, device=str(q.device))
-    attend = torch.compile(flex_attention, dynamic=False) if q.is_cuda else flex_attention
+    attend: Any = torch.compile(flex_attention, dynamic=False) if q.is_cuda else flex_attention
 
     def run(q: Tensor, layer: int, out: Tensor, lse: Tensor | None) -> None:
         k, v = cache.stacked(layer, kv_len)

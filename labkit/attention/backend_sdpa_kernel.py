@@ -39,7 +39,7 @@ def prepare(q: Tensor, cache: PagedKVCache, spec: AttentionSpec, *, kernel: SDPB
     Raises
     ------
     Unsupported
-        The pages do not follow each other, or the kernel refuses the call.
+        The pages do not follow each other; when run: the kernel refuses the call.
     """
     if not cache.stacked_is_view() or len(set(cache.context_lens)) > 1:
         raise Unsupported("scaled_dot_product_attention takes no page table: needs equal lengths and consecutive pages")
@@ -53,13 +53,14 @@ def prepare(q: Tensor, cache: PagedKVCache, spec: AttentionSpec, *, kernel: SDPB
     info["resolved_kernel"] = f"scaled_dot_product_attention {kernel.name.lower()}, torch {torch.__version__}"
 
     def run(q: Tensor, layer: int, out: Tensor, lse: Tensor | None) -> None:
-        with sdpa_kernel(kernel):
-            plain(q, layer, out, lse)
+        try:
+            with sdpa_kernel(kernel):
+                plain(q, layer, out, lse)
+        except RuntimeError as error:
+            if "No available kernel" in str(error):
+                raise Unsupported(f"{kernel.name.lower()} refuses this call") from error
+            raise
 
-    try:
-        run(q, 0, torch.empty_like(q), None)
-    except RuntimeError as error:
-        raise Unsupported(f"{kernel.name.lower()} refuses this call: {str(error).splitlines()[0]}") from error
     return run, info
 
 

@@ -1,59 +1,79 @@
 """labkit's own verify kernel: K and V are read once, by as many programs as the device runs at a time.
 
-The rules below were chosen from measurements on an H200 (data/runs/attention); `max_splits` of the spec caps the
-splits as an engine's flag does.
+The rule for tiles and splits was chosen from measurements on an H200; `max_splits` of the spec caps the splits as an
+engine's flag does.
 """
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from labkit.attention.api import AttentionSpec, Run, shape_of
-from labkit.attention.triton_launch import (
-    Tiling,
-    TritonCall,
-    num_sms,
-    power_of_two,
-    triton_supports,
-    visible_keys,
-)
+from labkit.attention.triton_launch import Tiling, TritonCall, num_sms, power_of_two, triton_supports, visible_keys
 from labkit.kv_cache import PagedKVCache
 
 NAME = "triton_split"
 SOURCES = ("triton_launch.py", "triton_split_kernel.py", "triton_tile.py")
-MAX_BLOCK_M = 128
 MIN_CHUNK = 128  # keys per split: below it the merge costs more than the split gains
+MIN_CHUNK_PER_ROW = 4  # a partial result has head_dim floats a row: it must stay small beside the keys it stands for
+MAX_WIDE_SPLITS = 24  # the same, for tiles of 64 rows and heads of 128 at most
+# Of the device where there is none to ask (tests): Hopper.
+DEFAULT_SHARED_BYTES = 227 << 10
 
 supports = triton_supports
 
 
-def choose_tile(num_rows: int, head_dim: int, element_size: int) -> tuple[int, int, int, int]:
-    """block_m, block_n, num_warps, num_stages for so many rows (draft token x head of a KV head)."""
-    block_m = min(MAX_BLOCK_M, max(16, power_of_two(num_rows)))
-    if element_size == 4:
-        return min(block_m, 64), 32, 4, 1  # float32 tiles must fit in shared memory
-    if block_m == 128:
-        return block_m, 64, 8, 2
-    return block_m, 128 if block_m == 16 and head_dim <= 128 else 64, 4, 2
+def choose_tile(num_rows: int, head_dim: int, element_size: int, shared_bytes: int) -> tuple[int, int, int, int]:
+    """block_m, block_n, num_warps and num_stages for so many rows (draft token x head of a KV head).
 
-
-def choose_num_splits(num_tiles: int, num_keys: int, programs: int, max_splits: int | None) -> int:
-    """Splits that give `num_tiles` (requests x KV heads x row tiles) `programs` programs in all.
-
-    Fewer when a split would get less than `MIN_CHUNK` keys, or when `max_splits` says so.
+    Up to 16 rows one tensor-core instruction is as high as the rows. More are padded to 64 or 128, which Hopper's
+    warp-group instruction needs; heads of 256 leave no room for its wide tiles below that.
     """
-    num_splits = min(programs // num_tiles, -(-num_keys // MIN_CHUNK))
-    return max(1, num_splits if max_splits is None else min(num_splits, max_splits))
+    if element_size == 4:
+        block_m, block_n, num_warps, num_stages = min(64, max(16, power_of_two(num_rows))), 32, 4, 1
+    elif num_rows <= 16:
+        block_m, block_n, num_warps, num_stages = 16, 64 if head_dim <= 128 else 32, 4, 3
+    elif head_dim <= 128:
+        block_m, block_n, num_warps, num_stages = (64, 64, 4, 3) if num_rows <= 64 else (128, 64, 8, 3)
+    elif num_rows <= 32:
+        block_m, block_n, num_warps, num_stages = 32, 64, 4, 3
+    else:
+        block_m, block_n, num_warps, num_stages = (64, 32, 4, 4) if num_rows <= 64 else (128, 32, 8, 3)
+    # Smaller devices: fewer stages first, then smaller tiles.
+    while num_stages > 1 and _shared_bytes(block_m, block_n, num_stages, head_dim, element_size) > shared_bytes:
+        num_stages -= 1
+    while block_m > 16 and _shared_bytes(block_m, block_n, num_stages, head_dim, element_size) > shared_bytes:
+        block_m //= 2
+    return block_m, block_n, num_warps, num_stages
+
+
+def _shared_bytes(block_m: int, block_n: int, num_stages: int, head_dim: int, element_size: int) -> int:
+    return element_size * head_dim * (block_m + 2 * block_n * num_stages)
+
+
+def choose_num_splits(num_tiles: int, num_keys: int, num_sms: int, block_m: int, head_dim: int) -> int:
+    """Splits so that `num_tiles` (requests x KV heads x row tiles) give the device one or two programs per SM."""
+    is_small = block_m == 16 or (block_m <= 64 and head_dim <= 128)
+    num_splits = num_sms * (2 if is_small else 1) // num_tiles
+    if block_m > 16 and head_dim <= 128:
+        num_splits = min(num_splits, MAX_WIDE_SPLITS)
+    min_chunk = max(MIN_CHUNK, MIN_CHUNK_PER_ROW * block_m if block_m > 16 else 0)
+    return max(1, min(num_splits, -(-num_keys // min_chunk)))
 
 
 def prepare(q: Tensor, cache: PagedKVCache, spec: AttentionSpec) -> tuple[Run, dict[str, Any]]:
     """All query heads of a KV head times the draft tokens in one tile where they fit, splits to fill the device."""
     shape = shape_of(q, cache, spec)
     num_rows = shape.q_len * shape.group_size
-    block_m, block_n, num_warps, num_stages = choose_tile(num_rows, shape.head_dim, q.element_size())
+    shared_bytes = DEFAULT_SHARED_BYTES
+    if q.is_cuda:
+        properties = torch.cuda.get_device_properties(q.device)
+        shared_bytes = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+    block_m, block_n, num_warps, num_stages = choose_tile(num_rows, shape.head_dim, q.element_size(), shared_bytes)
     num_tiles = shape.batch_size * shape.num_kv_heads * -(-num_rows // block_m)
-    programs_per_sm = 1 if shape.head_dim > 128 or block_m == 128 else 2
-    num_splits = choose_num_splits(num_tiles, visible_keys(shape), programs_per_sm * num_sms(q.device), spec.max_splits)
+    num_splits = choose_num_splits(num_tiles, visible_keys(shape), num_sms(q.device), block_m, shape.head_dim)
+    num_splits = min(num_splits, spec.max_splits or num_splits)
     tiling = Tiling(shape.group_size, block_m, block_m, block_n, num_splits, MIN_CHUNK, num_warps, num_stages)
     call = TritonCall(q, cache, spec, tiling)
     return call, call.info()

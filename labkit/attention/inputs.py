@@ -103,6 +103,18 @@ def _request_keys(q: Tensor, kv_len: int, shape: AttentionShape, generator: torc
     return k, v
 
 
+def random_tree(shape: AttentionShape, generator: torch.Generator) -> Tensor:
+    """Ancestor masks of random draft trees, int64 ``[batch_size, q_len]``: each token hangs below an earlier one."""
+    trees = []
+    for _ in range(shape.batch_size):
+        ancestors = [1]
+        for token in range(1, shape.q_len):
+            parent = int(torch.randint(token, (), generator=generator, device=generator.device))
+            ancestors.append(ancestors[parent] | 1 << token)
+        trees.append([mask - (1 << 64) if mask >> 63 else mask for mask in ancestors])  # bit 63 is the sign
+    return torch.tensor(trees, dtype=torch.int64, device=generator.device)
+
+
 def verify_backend(
     name: str,
     shape: AttentionShape,
@@ -144,7 +156,10 @@ def expect(q: Tensor, cache: PagedKVCache, spec: AttentionSpec = DEFAULT_SPEC) -
 
 
 def check(call: PreparedAttention, cache: PagedKVCache, spec: AttentionSpec, expected: Expected | None = None) -> float:
-    """Run a prepared call on layer 0 and compare it with the oracle on the same inputs; the lse passes below 1e-4.
+    """Run a prepared call on layer 0 and compare it with the oracle on the same inputs.
+
+    The lse passes below 1e-4; in 16 bits a quarter of the dtype's rounding is added, since a kernel may sum the
+    weights as it has rounded them for the product with V.
 
     Parameters
     ----------
@@ -172,9 +187,11 @@ def check(call: PreparedAttention, cache: PagedKVCache, spec: AttentionSpec, exp
         if call.lse is not None:
             lse, lse_ref = call.lse[request], expected.lse[request]
             lse_error = max_error(lse, lse_ref)
-            if lse_error > LSE_LIMIT:
+            top = lse_ref.nan_to_num(neginf=0.0).abs().max().clamp(min=1.0).item()
+            lse_limit = LSE_LIMIT + torch.finfo(call.q.dtype).eps / 4 / top
+            if lse_error > lse_limit:
                 difference = torch.where(lse == lse_ref, 0.0, lse - lse_ref)
-                _wrong(call.backend, "lse error", lse_error, LSE_LIMIT, request, difference)
+                _wrong(call.backend, "lse error", lse_error, lse_limit, request, difference)
     return max(errors)
 
 

@@ -12,7 +12,8 @@ from labkit.shapes import AttentionShape
 
 PRECISION = {"float32": "ieee", "bfloat16": "tf32", "float16": "tf32"}  # only matters for float32 inputs
 INTERPRETER_NUM_SMS = 16
-MERGE_BLOCK_S = 16
+# One warp a row: a merge has many short rows, and warps that wait for each other only add to it.
+MERGE_BLOCK_S, MERGE_NUM_WARPS = 8, 1
 LOG2E = 1.4426950408889634
 
 
@@ -177,6 +178,6 @@ class TritonCall:
                 BLOCK_S=min(MERGE_BLOCK_S, splits),
                 HAS_LSE=lse is not None,
                 PDL=self.pdl,
-                num_warps=4,
+                num_warps=MERGE_NUM_WARPS,
                 **({"launch_pdl": True} if self.pdl else {}),
             )

@@ -10,14 +10,14 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from labkit.attention.triton_tile import attend_tile, key_offsets, load_pages
+from labkit.attention.triton_tile import attend_edge, fold, key_offsets, load_pages
 
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
 # Lengths and counts change from step to step: one compiled kernel serves them all.
-@triton.jit(do_not_specialize=["q_len", "window", "num_row_tiles", "num_splits", "min_chunk"])
+@triton.jit(do_not_specialize=["q_len", "window", "num_row_tiles", "num_splits", "min_chunk", "stride_table"])
 def split_kernel(
     q,
     k,
@@ -92,7 +92,7 @@ def split_kernel(
     chunk = tl.cdiv(chunk, BLOCK_N) * BLOCK_N
     start = begin + split * chunk
     end = tl.minimum(start + chunk, context_len + last_token + 1)
-    # Below `open_end` (and from `open_start` on) every row sees whole tiles, so only the edges pay for a mask. They are a
+    # Below `open_end` (and from `open_start` on) every row sees whole tiles: only the edges pay for a mask. They are a
     # tile or two, too short for a pipeline of their own.
     open_end = context_len if TREE else context_len + first_token + 1
     open_end = tl.maximum(tl.minimum(open_end, end) // BLOCK_N * BLOCK_N, start)
@@ -111,23 +111,23 @@ def split_kernel(
         for token in tl.range(start, open_start, BLOCK_N, num_stages=1):
             offset = key_offsets(pages, page_row, token, kv_len, stride_slot, PAGE_SIZE, BLOCK_N)
             pages = load_pages(page_row, token + BLOCK_N, kv_len, PAGE_SIZE, BLOCK_N)
-            acc, top, total = attend_tile(
+            acc, top, total = attend_edge(
                 acc, top, total, q_tile, k_head, v_head, offset, token, kv_len, context_len, last_visible, tree,
-                window, scale_log2, HEAD_DIM, BLOCK_N, True, TREE, WINDOW, PRECISION,
+                window, scale_log2, HEAD_DIM, BLOCK_N, TREE, WINDOW, PRECISION,
             )  # fmt: skip
-    for token in range(open_start, open_end, BLOCK_N):
+    for token in tl.range(open_start, open_end, BLOCK_N):
         offset = key_offsets(pages, page_row, token, kv_len, stride_slot, PAGE_SIZE, BLOCK_N)
         pages = load_pages(page_row, token + BLOCK_N, kv_len, PAGE_SIZE, BLOCK_N)
-        acc, top, total = attend_tile(
-            acc, top, total, q_tile, k_head, v_head, offset, token, kv_len, context_len, last_visible, tree,
-            window, scale_log2, HEAD_DIM, BLOCK_N, False, TREE, WINDOW, PRECISION,
-        )  # fmt: skip
+        k_tile = tl.load(k_head + offset[None, :] + dim[:, None])
+        v_tile = tl.load(v_head + offset[:, None] + dim[None, :])
+        logits = tl.dot(q_tile, k_tile.to(q_tile.dtype), input_precision=PRECISION)
+        acc, top, total = fold(acc, top, total, logits, v_tile, scale_log2, False, q_tile.dtype, PRECISION)
     for token in tl.range(open_end, end, BLOCK_N, num_stages=1):
         offset = key_offsets(pages, page_row, token, kv_len, stride_slot, PAGE_SIZE, BLOCK_N)
         pages = load_pages(page_row, token + BLOCK_N, kv_len, PAGE_SIZE, BLOCK_N)
-        acc, top, total = attend_tile(
+        acc, top, total = attend_edge(
             acc, top, total, q_tile, k_head, v_head, offset, token, kv_len, context_len, last_visible, tree,
-            window, scale_log2, HEAD_DIM, BLOCK_N, True, TREE, WINDOW, PRECISION,
+            window, scale_log2, HEAD_DIM, BLOCK_N, TREE, WINDOW, PRECISION,
         )  # fmt: skip
 
     has_seen = total > 0.0

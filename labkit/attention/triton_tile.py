@@ -59,7 +59,24 @@ def key_offsets(pages, page_row, first_token, kv_len, stride_slot, PAGE_SIZE: tl
 
 
 @triton.jit
-def attend_tile(
+def fold(
+    acc, top, total, logits, v_tile, scale_log2, MASKED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr
+):
+    """One tile of logits and values into the running softmax; `top` is the maximum of the raw logits."""
+    new_top = tl.maximum(top, tl.max(logits, 1))
+    base = new_top
+    if MASKED:
+        # A row that has seen no key yet: -inf minus -inf would be NaN.
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weights = tl.exp2(logits * scale_log2 - (base * scale_log2)[:, None])
+    shrink = tl.exp2((top - base) * scale_log2)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(DTYPE), v_tile.to(DTYPE), acc * shrink[:, None], input_precision=PRECISION)
+    return acc, new_top, total
+
+
+@triton.jit
+def attend_edge(
     acc,
     top,
     total,
@@ -76,46 +93,29 @@ def attend_tile(
     scale_log2,
     HEAD_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr,
     TREE: tl.constexpr,
     WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Fold the keys from `first_token` on into the running softmax of `q_tile`; `top` is the maximum of the raw logits.
+    """Fold a tile of which some rows may not see every key.
 
     `k` and `v` point at the KV head, `offset` at the keys from there, `last_visible` holds the last key that each row
-    may see. Without `MASKED` every row must see all `BLOCK_N` keys. Keys of 8 bits are widened here.
+    may see.
     """
-    step = tl.arange(0, BLOCK_N)
     dim = tl.arange(0, HEAD_DIM)
-    token = first_token + step
+    token = first_token + tl.arange(0, BLOCK_N)
     inside = token < kv_len
-    if MASKED:
-        k_tile = tl.load(k + offset[None, :] + dim[:, None], mask=inside[None, :], other=0.0)
-        v_tile = tl.load(v + offset[:, None] + dim[None, :], mask=inside[:, None], other=0.0)
-    else:
-        k_tile = tl.load(k + offset[None, :] + dim[:, None])
-        v_tile = tl.load(v + offset[:, None] + dim[None, :])
+    k_tile = tl.load(k + offset[None, :] + dim[:, None], mask=inside[None, :], other=0.0)
+    v_tile = tl.load(v + offset[:, None] + dim[None, :], mask=inside[:, None], other=0.0)
     logits = tl.dot(q_tile, k_tile.to(q_tile.dtype), input_precision=PRECISION)
-    if MASKED:
-        if TREE:
-            # Bit j of a row's ancestors: it sees the j-th new token. Everything before the new tokens is visible.
-            new = tl.minimum(tl.maximum(token - context_len, 0), 63).to(tl.int64)
-            is_ancestor = ((ancestors[:, None] >> new[None, :]) & 1) != 0
-            visible = (token[None, :] < context_len) | (is_ancestor & inside[None, :])
-        else:
-            visible = token[None, :] <= last_visible[:, None]
-        if WINDOW:
-            visible = visible & (token[None, :] > last_visible[:, None] - window)
-        logits = tl.where(visible, logits, float("-inf"))
-    new_top = tl.maximum(top, tl.max(logits, 1))
-    base = new_top
-    if MASKED:
-        # A row that has seen no key yet: -inf minus -inf would be NaN.
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-    weights = tl.exp2(logits * scale_log2 - (base * scale_log2)[:, None])
-    shrink = tl.exp2((top - base) * scale_log2)
-    total = total * shrink + tl.sum(weights, 1)
-    weights = weights.to(q_tile.dtype)
-    acc = tl.dot(weights, v_tile.to(q_tile.dtype), acc * shrink[:, None], input_precision=PRECISION)
-    return acc, new_top, total
+    if TREE:
+        # Bit j of a row's ancestors: it sees the j-th new token. Everything before the new tokens is visible.
+        new = tl.minimum(tl.maximum(token - context_len, 0), 63).to(tl.int64)
+        is_ancestor = ((ancestors[:, None] >> new[None, :]) & 1) != 0
+        visible = (token[None, :] < context_len) | (is_ancestor & inside[None, :])
+    else:
+        visible = token[None, :] <= last_visible[:, None]
+    if WINDOW:
+        visible = visible & (token[None, :] > last_visible[:, None] - window)
+    logits = tl.where(visible, logits, float("-inf"))
+    return fold(acc, top, total, logits, v_tile, scale_log2, True, q_tile.dtype, PRECISION)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 import torch
 
@@ -44,26 +43,3 @@ def fixed_acceptance(num_accepted: int) -> Callable[[int], int]:
     if num_accepted < 0:
         raise InputError(f"accepted: wanted 0 or more, got {num_accepted}")
     return lambda length: min(num_accepted, length)
-
-
-def random_acceptance(rates: Sequence[float], generator: torch.Generator) -> Callable[[int], int]:
-    """Keep a random number with unconditional per-position ``rates``, non-increasing, each in 0..1."""
-    if any(not 0 <= rate <= 1 for rate in rates) or any(a < b for a, b in pairwise(rates)):
-        raise InputError(f"rates: wanted non-increasing numbers in 0..1, got {list(rates)}")
-
-    def draw(length: int) -> int:
-        uniform = torch.rand((), generator=generator).item()
-        return sum(uniform < rate for rate in rates[:length])
-
-    return draw
-
-
-def rates_for_mean_length(mean_acceptance_length: float, k: int) -> list[float]:
-    """Per-position rates p, p^2, .. p^k whose mean acceptance length 1 + p + .. + p^k is the given one."""
-    if not 1 <= mean_acceptance_length <= k + 1:
-        raise InputError(f"mean_acceptance_length: wanted 1 to k + 1 = {k + 1}, got {mean_acceptance_length}")
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        p = (low + high) / 2
-        low, high = (p, high) if 1 + sum(p**i for i in range(1, k + 1)) < mean_acceptance_length else (low, p)
-    return [high**i for i in range(1, k + 1)]

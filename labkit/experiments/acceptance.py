@@ -14,7 +14,7 @@ from labkit.sweep import RunResult
 
 if TYPE_CHECKING:
     from labkit.models.target import ModelTarget
-    from labkit.speculation import AcceptRule, Drafter, Generation
+    from labkit.speculation import AcceptRule, Drafter, Generation, Target
 
 DRAFTERS = ("ngram",)
 
@@ -60,9 +60,8 @@ def points(preset: str, **axes: Sequence[Any]) -> list[dict[str, Any]]:
     grid = common.axes_of(PRESETS, preset, axes)
     common.check_names("workload", grid["workload"], workloads.WORKLOADS)
     common.check_names("drafter", grid["drafter"], DRAFTERS)
+    common.check_draft_lengths(grid)
     common.check_backends("verify_backend", grid["verify_backend"])
-    if bad := [k for k in grid["num_speculative_tokens"] if not 1 <= k <= 16]:
-        raise InputError(f"num_speculative_tokens: wanted 1 to 16, got {bad[0]}")
     fixed = {name: common.sole(grid, name) for name in _ONE_VALUE}
     prompts = {name: workloads.load_prompts(name, limit=fixed["num_prompts"]) for name in grid["workload"]}
     found = []
@@ -92,11 +91,7 @@ def _arms(cell: dict[str, Any], grid: common.Axes) -> list[dict[str, Any]]:
 
 
 def run(
-    preset: str = "cpu",
-    *,
-    out_dir: Path | None = None,
-    options: dict[str, Any] | None = None,
-    **axes: Sequence[Any],
+    preset: str = "cpu", *, out_dir: Path | None = None, options: dict[str, Any] | None = None, **axes: Sequence[Any]
 ) -> RunResult:
     """Measure a preset with some axes replaced. ``options`` go to `labkit.sweep.run_sweep` (resume, budget, ...).
 
@@ -109,31 +104,18 @@ def run(
 def measure(arms: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception]:
     """One prompt: generate, then count. Greedy text is generated once, at the largest k, and replayed."""
     from labkit.models.recorded import RecordedTarget
-    from labkit.speculation import accept_greedy, speculate
 
     first = arms[0]
     common.load_backends(first)
-    prompt_ids, digest = _prompt(first)
+    place = ("target", "workload", "prompt_id", "context_len")
+    prompt_ids, digest = prompt_tokens(*(first[name] for name in place))
     if first["temperature"] > 0:
         return [[_row(arm, digest, _generate(arm, prompt_ids, _target(arm, prompt_ids)))] for arm in arms]
     live = _generate(first, prompt_ids, _target(first, prompt_ids))
-    recorded = RecordedTarget([*live.prompt_ids, *live.output_ids], _vocab_size(first))
-    stops = common.tokenizer(first["target"]).stop_token_ids
-    rows: list[list[dict[str, Any]] | Exception] = []
-    for arm in arms:
-        generation = live
-        if arm is not first:
-            (generation,) = speculate(
-                recorded,
-                make_drafter(arm["drafter"]),
-                [prompt_ids],
-                num_speculative_tokens=arm["num_speculative_tokens"],
-                max_new_tokens=len(live.output_ids),
-                accept=accept_greedy,
-                stop_token_ids=stops,
-            )
-        rows.append([_row(arm, digest, generation)])
-    return rows
+    vocab_size = common.decoder(first["target"], first["weight_dtype"], common.device()).shape.vocab_size
+    recorded = RecordedTarget([*live.prompt_ids, *live.output_ids], vocab_size)
+    replays = [_speculate(arm, prompt_ids, recorded, len(live.output_ids)) for arm in arms[1:]]
+    return [[_row(arm, digest, generation)] for arm, generation in zip(arms, [live, *replays], strict=True)]
 
 
 def make_drafter(name: str) -> Drafter:
@@ -141,10 +123,6 @@ def make_drafter(name: str) -> Drafter:
     from labkit.drafting.ngram import NgramDrafter
 
     return {"ngram": NgramDrafter}[name]()
-
-
-def _prompt(point: dict[str, Any]) -> tuple[list[int], str]:
-    return prompt_tokens(point["target"], point["workload"], point["prompt_id"], point["context_len"])
 
 
 def prompt_tokens(target: str, workload: str, prompt_id: str, context_len: int) -> tuple[list[int], str]:
@@ -185,22 +163,22 @@ def _kept_targets(target: str, dtype: str, backend: str, workload: str) -> dict[
     return {}
 
 
-def _vocab_size(point: dict[str, Any]) -> int:
-    return common.decoder(point["target"], point["weight_dtype"], common.device()).shape.vocab_size
-
-
 def _generate(point: dict[str, Any], prompt_ids: list[int], target: ModelTarget) -> Generation:
-    from labkit.speculation import speculate
-
     limit = target.cache.max_context_len
     if len(prompt_ids) + point["max_new_tokens"] + _SLACK > limit:
         raise InputError(f"{len(prompt_ids)} prompt tokens + {point['max_new_tokens']} new do not fit in {limit}")
+    return _speculate(point, prompt_ids, target, point["max_new_tokens"])
+
+
+def _speculate(point: dict[str, Any], prompt_ids: list[int], target: Target, max_new_tokens: int) -> Generation:
+    from labkit.speculation import speculate
+
     (generation,) = speculate(
         target,
         make_drafter(point["drafter"]),
         [prompt_ids],
         num_speculative_tokens=point["num_speculative_tokens"],
-        max_new_tokens=point["max_new_tokens"],
+        max_new_tokens=max_new_tokens,
         accept=_rule(point),
         stop_token_ids=common.tokenizer(point["target"]).stop_token_ids,
     )
@@ -224,11 +202,8 @@ def _row(point: dict[str, Any], digest: str, generation: Generation) -> dict[str
     """The counts of one generation. A step that a stop or the length limit cut is counted apart."""
     whole = [step for step in generation.steps if not step.truncated]
     k = point["num_speculative_tokens"]
-    counts = AcceptanceCounts.from_steps(
-        [(step.num_drafted_tokens, step.num_accepted_tokens) for step in whole],
-        k,
-        num_truncated_steps=len(generation.steps) - len(whole),
-    )
+    pairs = [(step.num_drafted_tokens, step.num_accepted_tokens) for step in whole]
+    counts = AcceptanceCounts.from_steps(pairs, k, num_truncated_steps=len(generation.steps) - len(whole))
     low, high = workloads.context_band(point["context_len"] or len(generation.prompt_ids))
     return {
         "origin": "measured",

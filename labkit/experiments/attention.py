@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from labkit.cost import kv_bytes_read
-from labkit.errors import InputError
+from labkit.device_state import DeviceState, device_state
+from labkit.errors import InputError, Unsupported
 from labkit.experiments import common
 from labkit.provenance import utc_now
-from labkit.shapes import AttentionShape, model_shape
+from labkit.shapes import MAX_Q_LEN, AttentionShape, dtype_bytes, model_shape
 from labkit.sweep import RunResult
 from labkit.timing import quality_of
 
@@ -26,6 +27,10 @@ PRESETS: dict[str, common.Axes] = {
         "page_size": [16],
         "page_order": ["sequential"],
         "q_dtype": ["float32"],
+        "kv_dtype": ["as q"],
+        "mask": ["causal"],
+        "window": [0],
+        "shared_prefix_len": [0],
         "l2_state": ["cold"],
         "launch_mode": ["eager"],
         "num_rounds": [15],
@@ -33,27 +38,81 @@ PRESETS: dict[str, common.Axes] = {
     }
 }
 PRESETS["gpu"] = PRESETS["cpu"] | {
-    "backend": ["triton_split", "triton_nosplit", "per_token", "sdpa"],
+    "backend": [
+        *("triton_split", "triton_nosplit", "triton_segmented_2d", "triton_decode8", "triton_per_token"),
+        *("flashinfer_fa2", "flashinfer_auto", "flashinfer_decode", "fa3", "fa3_nosplit"),
+    ],
     "model": ["qwen3-32b"],
-    "context_len": [1024, 4096, 16384, 65536, 131072],
-    "q_len": [1, 8],
+    "context_len": [131072, 1024, 16384, 4096, 65536],
+    "q_len": [8, 1, 4],
     "page_order": ["permuted"],
     "q_dtype": ["bfloat16"],
+    "launch_mode": ["graph"],
+}
+_LIBRARIES = ["triton_split", "flashinfer_fa2", "flashinfer_decode", "fa3"]
+_LADDER = ["triton_nosplit", "triton_ladder_split", "triton_ladder_packed", "triton_ladder_staged"]
+_ENGINES = ["triton_per_token", "triton_decode8", "triton_segmented_2d", "triton_segmented_3d"]
+_CONTEXTS = [131072, 1024, 16384, 262144, 65536, 4096, 32768, 2048, 8192]
+# The committed grid of a data centre GPU: ours against the libraries over batches, then every path over the context.
+PRESETS["full"] = PRESETS["gpu"] | {
+    "backend": _LIBRARIES,
+    "model": ["64/8/128", "24/4/256", "32/8/128"],
+    "context_len": [131072, 2048, 16384],
+    "q_len": [1, 8, 4, 16],
+    "batch_size": [1, 4, 16],
+}
+_MORE_GRIDS: dict[str, list[common.Axes]] = {
+    "full": [
+        {
+            "backend": [*_LIBRARIES, *_LADDER, *_ENGINES, "flashinfer_auto", "fa3_nosplit", "per_token"],
+            "model": ["64/8/128", "24/4/256"],
+            "context_len": _CONTEXTS,
+            "q_len": [8, 1],
+            "batch_size": [1],
+        },
+        {
+            "backend": _LIBRARIES,
+            "kv_dtype": ["float8_e4m3fn"],
+            "model": ["64/8/128", "24/4/256"],
+            "context_len": _CONTEXTS,
+            "q_len": [8, 1],
+            "batch_size": [1],
+        },
+        {"backend": _LIBRARIES, "context_len": _CONTEXTS, "q_len": [2, 32, 4, 16], "batch_size": [1]},
+        {
+            "backend": [*_LIBRARIES, "triton_nosplit", "flashinfer_auto"],
+            "model": ["64/8/128"],
+            "context_len": [200, 500, 1000, 2000],
+            "q_len": [8, 1],
+            "batch_size": [1],
+        },
+        {
+            "backend": ["triton_split", "sdpa", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "sdpa_math"],
+            "page_order": ["sequential"],
+            "model": ["64/8/128"],
+            "context_len": [16384, 131072, 1024],
+            "q_len": [8, 1],
+            "batch_size": [1],
+        },
+    ]
 }
 PRESETS["ci"] = PRESETS["cpu"] | {"context_len": [512, 1024], "q_len": [1, 3], "num_rounds": [3]}
 
 _ONE_VALUE = ("num_rounds", "seed")
 _CELL = (
-    "model",
-    "batch_size",
-    "page_size",
-    "page_order",
-    "q_dtype",
-    "l2_state",
-    "launch_mode",
-    "context_len",
-    "q_len",
+    *("model", "batch_size", "page_size", "page_order", "q_dtype", "kv_dtype", "mask", "window", "shared_prefix_len"),
+    *("l2_state", "launch_mode", "context_len", "q_len"),
 )
+_NAMES = {
+    "l2_state": ("cold", "warm"),
+    "launch_mode": ("eager", "graph"),
+    "page_order": ("sequential", "permuted"),
+    "mask": ("causal", "tree"),
+    "q_dtype": ("bfloat16", "float16", "float32"),
+    "kv_dtype": ("as q", "bfloat16", "float16", "float32", "float8_e4m3fn"),
+}
+_WORKSPACE_BYTES = 4 << 30  # scratch of the backends and of the oracle
+_TILE_KEYS = 64
 
 
 def points(preset: str, **axes: Sequence[Any]) -> list[dict[str, Any]]:
@@ -61,22 +120,43 @@ def points(preset: str, **axes: Sequence[Any]) -> list[dict[str, Any]]:
 
     Raises InputError for an unknown preset, axis, backend or model shape, or a context of 0.
     """
-    grid = common.axes_of(PRESETS, preset, axes)
+    found: list[dict[str, Any]] = []
+    for index, changes in enumerate([{}, *_MORE_GRIDS.get(preset, [])]):
+        grid = common.axes_of({preset: PRESETS.get(preset, {}) | changes} if changes else PRESETS, preset, axes)
+        found += _points_of_grid(grid, prefix=f"{index}:" if changes else "")
+    return found
+
+
+def _points_of_grid(grid: common.Axes, prefix: str) -> list[dict[str, Any]]:
     common.check_backends("backend", grid["backend"])
-    common.check_names("l2_state", grid["l2_state"], ("cold", "warm"))
-    common.check_names("launch_mode", grid["launch_mode"], ("eager", "graph"))
-    common.check_names("page_order", grid["page_order"], ("sequential", "permuted"))
+    for axis, known in _NAMES.items():
+        common.check_names(axis, grid[axis], known)
     for model in grid["model"]:
-        model_shape(model)
+        heads_of(model)
     if 0 in grid["context_len"]:
         raise InputError("context_len: wanted 1 or more, got 0")
+    if bad := [q_len for q_len in grid["q_len"] if q_len > MAX_Q_LEN]:
+        raise InputError(f"q_len: wanted 1 to {MAX_Q_LEN}, got {bad[0]}")
     fixed = {name: common.sole(grid, name) for name in _ONE_VALUE}
     found = []
     for values in product(*(grid[name] for name in _CELL)):
         cell = dict(zip(_CELL, values, strict=True))
-        group = "/".join(str(value) for value in values)
+        shape_of(cell)
+        group = prefix + "/".join(str(value) for value in values)
         found += [fixed | cell | {"group": group, "backend": backend} for backend in grid["backend"]]
     return found
+
+
+def heads_of(model: str) -> tuple[int, int, int]:
+    """Query heads, KV heads and head size of a model shape by name, or of ``H/HK/D`` such as ``24/4/256``."""
+    if "/" in model:
+        try:
+            num_qo_heads, num_kv_heads, head_dim = map(int, model.split("/"))
+        except ValueError:
+            raise InputError(f"model: wanted a name or heads such as 24/4/256, got {model!r}") from None
+        return num_qo_heads, num_kv_heads, head_dim
+    shape = model_shape(model)
+    return shape.num_qo_heads, shape.num_kv_heads, shape.head_dim
 
 
 def run(
@@ -92,16 +172,20 @@ def run(
 
 def shape_of(point: dict[str, Any]) -> AttentionShape:
     """The attention shape of a point: the model's heads at the point's lengths."""
-    model = model_shape(point["model"])
+    num_qo_heads, num_kv_heads, head_dim = heads_of(point["model"])
     return AttentionShape(
         batch_size=point["batch_size"],
         q_len=point["q_len"],
         context_len=point["context_len"],
-        num_qo_heads=model.num_qo_heads,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
+        num_qo_heads=num_qo_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
         page_size=point["page_size"],
         q_dtype=point["q_dtype"],
+        kv_dtype=None if point["kv_dtype"] == "as q" else point["kv_dtype"],
+        mask=point["mask"],
+        window=point["window"] or None,
+        shared_prefix_len=point["shared_prefix_len"],
     )
 
 
@@ -110,34 +194,75 @@ def measure(cell: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception
     import torch
 
     from labkit.attention.api import AttentionSpec, prepare
-    from labkit.attention.inputs import check, make_inputs
+    from labkit.attention.inputs import check, expect, make_inputs, random_tree
+    from labkit.attention.launched import launched_kernels
     from labkit.timing import sample_rounds
 
-    first, shape, device, spec = cell[0], shape_of(cell[0]), common.device(), AttentionSpec()
+    first, shape, device = cell[0], shape_of(cell[0]), common.device()
+    if first["launch_mode"] == "graph" and device == "cpu":
+        return [Unsupported("launch_mode graph needs a CUDA device") for _ in cell]
     common.load_backends(first)
-    generator = torch.Generator().manual_seed(first["seed"])
+    _check_memory(shape, device)
+    generator = torch.Generator(device).manual_seed(first["seed"])
     q, cache = make_inputs(shape, generator=generator, device=device, page_order=first["page_order"])
+    tree = random_tree(shape, generator) if shape.mask == "tree" else None
+    spec = AttentionSpec(window=shape.window, tree=tree)
+    expected = expect(q, cache, spec)
     results: list[list[dict[str, Any]] | Exception] = [[] for _ in cell]
     calls: dict[str, Callable[[], object]] = {}
     facts: dict[str, dict[str, Any]] = {}
     for index, point in enumerate(cell):
         try:
-            begin = time.perf_counter()
             call = prepare(q, cache, backend=point["backend"], spec=spec)
-            plan_ms = (time.perf_counter() - begin) * 1e3
-            facts[str(index)] = _facts(shape, call, check(call, cache, spec), plan_ms)
+            error = check(call, cache, spec, expected)
+            begin = time.perf_counter()
+            prepare(q, cache, backend=point["backend"], spec=spec)  # again: the first one may import and compile
+            if device != "cpu":
+                torch.cuda.synchronize()
+            facts[str(index)] = _facts(shape, call, error, (time.perf_counter() - begin) * 1e3)
             calls[str(index)] = call
         except Exception as error:  # handed to the sweep, which stores it as this backend's status
             results[index] = error
     if not calls:
         return results
+    if device != "cpu":
+        for name, kernels in launched_kernels(calls).items():
+            facts[name] |= _launched(facts[name], kernels)
     samples = sample_rounds(
         calls, num_rounds=first["num_rounds"], device=device, l2=first["l2_state"],
         graph=first["launch_mode"] == "graph", seed=first["seed"],
     )  # fmt: skip
+    state = device_state(device)
     for name in calls:
-        results[int(name)] = _rows([sample for sample in samples if sample["name"] == name], facts[name])
+        own = [sample for sample in samples if sample["name"] == name]
+        results[int(name)] = _rows(own, shape, facts[name], state)
     return results
+
+
+def _check_memory(shape: AttentionShape, device: str) -> None:
+    """Raise MemoryError (status oom) for what would not fit: the cache, one request in float32, scratch."""
+    if device == "cpu":
+        return
+    import torch
+
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info(device)[0]
+    request = max(shape.kv_lens) * shape.num_kv_heads * shape.head_dim * 2
+    needed = request * (shape.batch_size * dtype_bytes(str(shape.kv_dtype)) + 3 * dtype_bytes("float32"))
+    needed += _WORKSPACE_BYTES
+    if needed > free:
+        raise MemoryError(f"needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free; computed, not tried")
+
+
+def _launched(facts: dict[str, Any], kernels: list[Any]) -> dict[str, Any]:
+    """What the profiler adds: the kernels' names, and the largest grid where the backend does not know its own."""
+    if not kernels:
+        return {}
+    names = " + ".join(kernel.name for kernel in kernels)
+    found = {"resolved_kernel": f"{facts['resolved_kernel']}: {names}"}
+    if facts["num_programs"] is None:
+        found["num_programs"] = max(kernels, key=lambda kernel: kernel.time_us).num_programs
+    return found
 
 
 def _facts(shape: AttentionShape, call: Any, error: float, plan_ms: float) -> dict[str, Any]:
@@ -154,7 +279,9 @@ def _facts(shape: AttentionShape, call: Any, error: float, plan_ms: float) -> di
         "num_kv_heads": shape.num_kv_heads,
         "head_dim": shape.head_dim,
         "kv_dtype": shape.kv_dtype,
-        "mask": "causal",
+        "mask": shape.mask if shape.window is None else "window",
+        "window": shape.window,
+        "shared_prefix_len": shape.shared_prefix_len or None,
         "plan_ms": plan_ms,
         "kv_bytes_read": kv_bytes_read(shape),
         "num_programs": info.get("num_programs"),
@@ -166,8 +293,13 @@ def _facts(shape: AttentionShape, call: Any, error: float, plan_ms: float) -> di
     }
 
 
-def _rows(samples: list[dict[str, Any]], facts: dict[str, Any]) -> list[dict[str, Any]]:
+def _rows(
+    samples: list[dict[str, Any]], shape: AttentionShape, facts: dict[str, Any], state: DeviceState
+) -> list[dict[str, Any]]:
     quality = quality_of([sample["ms"] for sample in samples])
+    if quality == "ok" and state.throttled:
+        quality = f"throttled ({state.throttled})"
+    tiles = -(-max(shape.kv_lens) // _TILE_KEYS) if facts["num_splits"] == 1 else None
     return [
         facts
         | {
@@ -177,6 +309,9 @@ def _rows(samples: list[dict[str, Any]], facts: dict[str, Any]) -> list[dict[str
             "bytes_touched": sample["displaced_bytes"] + facts["kv_bytes_read"],
             "attention_ms": sample["ms"],
             "gb_per_s": facts["kv_bytes_read"] / sample["ms"] / 1e6,
+            "tile_us": tiles and sample["ms"] * 1e3 / tiles,
+            "sm_clock_mhz": state.sm_clock_mhz,
+            "power_w": state.power_w,
         }
         for sample in samples
     ]

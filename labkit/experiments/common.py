@@ -17,15 +17,16 @@ if TYPE_CHECKING:
     from labkit.models.tokenizer import Tokenizer
 
 Axes = dict[str, list[Any]]
+_FROM_ZERO = (
+    *("seed", "temperature", "top_p", "context_len", "num_speculative_tokens"),
+    *("window", "shared_prefix_len"),
+)
 
 
 def axes_of(presets: Mapping[str, Axes], preset: str, given: Mapping[str, Sequence[Any]]) -> Axes:
     """A preset's axes with the given ones in their place.
 
-    Raises
-    ------
-    InputError
-        Unknown preset or axis, an empty axis, or a number below the axis's smallest meaning.
+    Raises InputError: unknown preset or axis, an empty axis, or a number below the axis's smallest meaning.
     """
     if preset not in presets:
         raise InputError(f"preset {preset!r}: no such preset; the presets are {', '.join(presets)}")
@@ -39,7 +40,7 @@ def axes_of(presets: Mapping[str, Axes], preset: str, given: Mapping[str, Sequen
             raise InputError(f"axis {name}: wanted at least one value, got none")
         if len(set(values)) < len(values):
             raise InputError(f"axis {name}: a value stands twice in {values}")
-        smallest = 0 if name in ("seed", "temperature", "top_p", "context_len", "num_speculative_tokens") else 1
+        smallest = 0 if name in _FROM_ZERO else 1
         if bad := [value for value in values if isinstance(value, int | float) and value < smallest]:
             raise InputError(f"axis {name}: wanted {smallest} or more, got {bad[0]}")
     return axes
@@ -57,6 +58,12 @@ def check_backends(axis: str, values: Sequence[str]) -> None:
     from labkit.attention.api import available_backends
 
     check_names(axis, values, list(available_backends()))
+
+
+def check_draft_lengths(axes: Axes) -> None:
+    """Raise InputError for a k outside 1..16."""
+    if bad := [k for k in axes["num_speculative_tokens"] if not 1 <= k <= 16]:
+        raise InputError(f"num_speculative_tokens: wanted 1 to 16, got {bad[0]}")
 
 
 def sole(axes: Axes, name: str) -> Any:

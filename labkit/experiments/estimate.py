@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from labkit.cost import kv_bytes_read
+from labkit.experiments import attention
 from labkit.shapes import ModelShape, model_shape
 
 # What one forward of a small model reaches end to end; a calibrated device does better, a busy one worse.
 _BYTES_PER_S = 8e9
 _FLOP_PER_S = 8e10
-_LOAD_S = 2.0
+_GPU_BYTES_PER_S = 1e12
 
 
 def seconds(experiment: str, point: dict[str, Any]) -> float:
@@ -19,16 +21,15 @@ def seconds(experiment: str, point: dict[str, Any]) -> float:
 
 def memory_bytes(experiment: str, point: dict[str, Any]) -> float:
     """Expected peak of one point in bytes: weights, cache and working copies."""
-    shape = _shape(point)
-    dtype = point.get("weight_dtype") or point["q_dtype"]
-    cache = shape.kv_bytes_per_token(dtype) * (point["context_len"] + point.get("max_new_tokens", 64) + 512)
     if experiment == "attention":
-        return 3 * cache * point["batch_size"] / shape.num_layers
+        return 3.0 * kv_bytes_read(attention.shape_of(point))
+    shape, dtype = _shape(point), point["weight_dtype"]
+    cache = shape.kv_bytes_per_token(dtype) * (point["context_len"] + point.get("max_new_tokens", 64) + 512)
     return 1.5 * shape.weight_bytes(dtype) + cache * point.get("batch_size", 1)
 
 
 def _shape(point: dict[str, Any]) -> ModelShape:
-    return model_shape(str(point.get("model") or point["target"]).removeprefix("random:"))
+    return model_shape(str(point["target"]).removeprefix("random:"))
 
 
 def _forward_s(point: dict[str, Any], context_len: float, q_len: int, passes_over_cache: int = 1) -> float:
@@ -39,9 +40,10 @@ def _forward_s(point: dict[str, Any], context_len: float, q_len: int, passes_ove
 
 
 def _attention_s(point: dict[str, Any]) -> float:
-    shape = _shape(point)
-    layer = shape.kv_bytes_per_token(point["q_dtype"]) / shape.num_layers * point["context_len"] * point["batch_size"]
+    layer = kv_bytes_read(attention.shape_of(point))
     passes = point["q_len"] if point["backend"] == "per_token" else 1
+    if point["launch_mode"] == "graph":  # on a GPU: mostly inputs, check and profile
+        return 0.15 + 15 * layer / _GPU_BYTES_PER_S + point["num_rounds"] * (passes * layer / _GPU_BYTES_PER_S + 2e-4)
     return 0.3 + (point["num_rounds"] + 3) * (passes * layer / _BYTES_PER_S + 0.01)
 
 

@@ -62,23 +62,18 @@ def _show_plan(arguments: argparse.Namespace, points: list[dict[str, Any]], modu
     from labkit.experiments.estimate import memory_bytes, seconds
 
     groups = len({point["group"] for point in points})
-    plan = {
-        "experiment": arguments.experiment,
-        "num_points": len(points),
-        "num_groups": groups,
-        "estimated_minutes": round(sum(seconds(arguments.experiment, point) for point in points) / 60, 1),
-        "estimated_memory_gb": round(max(memory_bytes(arguments.experiment, point) for point in points) / 1e9, 2),
-        "axes": {
-            name: sorted({point[name] for point in points if point.get(name) is not None}, key=str)
-            for name in module.PRESETS["cpu"]
-            if any(name in point for point in points)
-        },
+    minutes = round(sum(seconds(arguments.experiment, point) for point in points) / 60, 1)
+    memory_gb = round(max(memory_bytes(arguments.experiment, point) for point in points) / 1e9, 2)
+    axes = {
+        name: sorted({point[name] for point in points if point.get(name) is not None}, key=str)
+        for name in module.PRESETS["cpu"]
+        if any(name in point for point in points)
     }
-    lines = [
-        f"{plan['num_points']} points in {groups} interleaved groups, about {plan['estimated_minutes']} min and "
-        f"{plan['estimated_memory_gb']} GB (estimated from bytes moved, not measured)"
-    ]
-    lines += [f"  {name}: {', '.join(map(str, values))}" for name, values in plan["axes"].items()]
+    plan = {"experiment": arguments.experiment, "num_points": len(points), "num_groups": groups, "axes": axes}
+    plan |= {"estimated_minutes": minutes, "estimated_memory_gb": memory_gb}
+    about = f"about {minutes} min and {memory_gb} GB (estimated from bytes moved, not measured)"
+    lines = [f"{len(points)} points in {groups} interleaved groups, {about}"]
+    lines += [f"  {name}: {', '.join(map(str, values))}" for name, values in axes.items()]
     _print(arguments, plan, "\n".join(lines))
     return 0
 

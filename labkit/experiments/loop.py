@@ -21,6 +21,7 @@ from labkit.shapes import AttentionShape, model_shape
 from labkit.sweep import RunResult
 
 if TYPE_CHECKING:
+    from labkit.models.decoder import Decoder
     from labkit.models.target import ModelTarget
     from labkit.speculation import Drafter, Generation
     from labkit.timing import Clock
@@ -67,14 +68,13 @@ def points(preset: str, **axes: Sequence[Any]) -> list[dict[str, Any]]:
     """
     grid = common.axes_of(PRESETS, preset, axes)
     common.check_names("drafter", grid["drafter"], DRAFTERS)
+    common.check_draft_lengths(grid)
     common.check_names("acceptance", grid["acceptance"], ("none", "real"))
     common.check_names("workload", grid["workload"], workloads.WORKLOADS)
     for role in ("verify_backend", "decode_backend"):
         common.check_backends(role, grid[role])
     if grid["acceptance"] == ["none"] and 0 in grid["context_len"]:
         raise InputError("context_len: a cost run (acceptance=none) wanted 1 or more, got 0")
-    if bad := [k for k in grid["num_speculative_tokens"] if not 1 <= k <= 16]:
-        raise InputError(f"num_speculative_tokens: wanted 1 to 16, got {bad[0]}")
     if grid["acceptance"] == ["real"] and grid["batch_size"] != [1]:
         raise InputError(f"batch_size: acceptance=real generates for one request at a time, got {grid['batch_size']}")
     fixed = {name: common.sole(grid, name) for name in _ONE_VALUE if name != "num_prompts"}
@@ -105,11 +105,7 @@ def _places(grid: common.Axes) -> Iterator[dict[str, Any]]:
 
 
 def run(
-    preset: str = "cpu",
-    *,
-    out_dir: Path | None = None,
-    options: dict[str, Any] | None = None,
-    **axes: Sequence[Any],
+    preset: str = "cpu", *, out_dir: Path | None = None, options: dict[str, Any] | None = None, **axes: Sequence[Any]
 ) -> RunResult:
     """Measure a preset with some axes replaced. ``options`` go to `labkit.sweep.run_sweep` (resume, budget, ...)."""
     return common.sweep("loop", points(preset, **axes), out_dir=out_dir, **(options or {}))
@@ -117,12 +113,11 @@ def run(
 
 @dataclass
 class _Arm:
-    """One arm at one draft length, and where its rows go."""
+    """One arm with its drafter, and where its rows go."""
 
     index: int  # of its point
     point: dict[str, Any]
     drafter: Drafter | None
-    draft_length: int | None  # None: the drafter decides
 
 
 def measure(arms: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception]:
@@ -130,31 +125,27 @@ def measure(arms: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception
     import random
 
     common.load_backends(arms[0])
-    results: list[list[dict[str, Any]] | Exception] = [[] for _ in arms]
-    checked: list[int] = []
+    rows: list[list[dict[str, Any]]] = [[] for _ in arms]
+    errors: dict[int, Exception] = {}
     for index, arm in enumerate(arms):
         try:
             _check_attention(arm)
-            checked.append(index)
         except Exception as error:  # handed to the sweep, which stores it as this arm's status
-            results[index] = error
+            errors[index] = error
     first = arms[0]
     prompt_ids = _prompt_ids(first)
-    runs = [run for index in checked for run in _runs(index, arms[index])]
+    runs = [run for index, arm in enumerate(arms) if index not in errors for run in _runs(index, arm)]
     target = _target(first, prompt_ids)
     shuffle = random.Random(first["seed"])
     for round_index in range(-1, first["num_rounds"]):  # round -1 warms up and is not kept
         shuffle.shuffle(runs)
         for arm_run in runs:
-            rows = _rows(arm_run, target, [prompt_ids] * first["batch_size"], round_index)
+            found, kept = _rows(arm_run, target, [prompt_ids] * first["batch_size"], round_index), rows[arm_run.index]
             if round_index >= 0:
-                kept = results[arm_run.index]
-                assert isinstance(kept, list)
-                kept.extend(row | {"sample": len(kept) + i} for i, row in enumerate(rows))
-    for result in results:
-        if isinstance(result, list):
-            _mark_quality(result)
-    return results
+                kept.extend(row | {"sample": sample} for sample, row in enumerate(found, start=len(kept)))
+    for kept in rows:
+        _mark_quality(kept)
+    return [errors.get(index, kept) for index, kept in enumerate(rows)]
 
 
 def _prompt_ids(point: dict[str, Any]) -> list[int]:
@@ -184,19 +175,16 @@ def _runs(index: int, point: dict[str, Any]) -> list[_Arm]:
     from labkit.drafting.forced import ForcedDrafter, fixed_acceptance
 
     if point["arm"] == "plain":
-        return [_Arm(index, point, None, None)]
+        return [_Arm(index, point, None)]
     if point["acceptance"] == "real":
-        return [_Arm(index, point, make_drafter(point["drafter"]), None)]
-    reject_all = fixed_acceptance(0)
-    return [
-        _Arm(
-            index,
-            point,
-            ForcedDrafter(make_drafter(point["drafter"]), accepted=reject_all, length=length),
-            length,
-        )
-        for length in range(point["num_speculative_tokens"] + 1)
-    ]
+        return [_Arm(index, point, make_drafter(point["drafter"]))]
+    reject_all, lengths = fixed_acceptance(0), range(point["num_speculative_tokens"] + 1)
+    drafters = [ForcedDrafter(make_drafter(point["drafter"]), accepted=reject_all, length=j) for j in lengths]
+    return [_Arm(index, point, drafter) for drafter in drafters]
+
+
+def _decoder(point: dict[str, Any]) -> Decoder:
+    return common.decoder(point["target"], point["weight_dtype"], common.device())
 
 
 def _target(point: dict[str, Any], prompt_ids: list[int]) -> ModelTarget:
@@ -204,7 +192,7 @@ def _target(point: dict[str, Any], prompt_ids: list[int]) -> ModelTarget:
 
     from labkit.models.target import FilledTarget, ModelTarget
 
-    decoder = common.decoder(point["target"], point["weight_dtype"], common.device())
+    decoder = _decoder(point)
     new_tokens = point["max_new_tokens"] if point["acceptance"] == "real" else point["steps_per_round"] + 2
     room = min(len(prompt_ids) + new_tokens + 24, decoder.shape.max_context_len)
     options = {"batch_size": point["batch_size"], "max_context_len": room, "verify_backend": "sdpa"}
@@ -220,7 +208,7 @@ def _check_attention(point: dict[str, Any]) -> None:
 
     from labkit.attention.inputs import verify_backend
 
-    shape = common.decoder(point["target"], point["weight_dtype"], common.device()).shape
+    shape = _decoder(point).shape
     speculative = point["arm"] == "speculative"
     checked = AttentionShape(
         batch_size=point["batch_size"],
@@ -273,9 +261,7 @@ def _step_row(arm: _Arm, generations: Sequence[Generation], position: int, round
         "q_len": max(step.num_drafted_tokens for step in steps) + 1,
         "num_drafted_tokens": steps[0].num_drafted_tokens,
         "num_accepted_tokens": None if steps[0].truncated else steps[0].num_accepted_tokens,
-        "linear_backend": common.decoder(
-            arm.point["target"], arm.point["weight_dtype"], common.device()
-        ).linear_backend,
+        "linear_backend": _decoder(arm.point).linear_backend,
         "draft_backend": None,
         "kv_dtype": arm.point["weight_dtype"],
         "launch_mode": "eager",

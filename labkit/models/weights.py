@@ -30,24 +30,16 @@ def load_model(
 ) -> Decoder:
     """Load weights and build the decoder.
 
-    Parameters
-    ----------
-    model
-        ``"smollm2-135m"`` (the pip package's GGUF, dequantised once to a cached folder); a folder with ``config.json``
-        and safetensors of the Llama, Qwen2 or Qwen3 family; or ``"random:<shape name>"`` or a ModelShape for weights
-        drawn from `seed` on `device` (devices draw different numbers).
-    dtype
-        ``"float32"``, ``"bfloat16"`` or ``"float16"``, whatever the file holds.
-    linear_backend
-        ``"auto"`` times the candidates on the CPU; a name of `labkit.models.linear.LINEAR_BACKENDS` fixes it.
+    model : ``"smollm2-135m"`` (the pip package's GGUF, dequantised once to a cached folder); a folder with
+        ``config.json`` and safetensors of the Llama, Qwen2 or Qwen3 family; or ``"random:<shape name>"`` or a
+        ModelShape for weights drawn from `seed` on `device` (devices draw different numbers).
+    dtype : ``"float32"``, ``"bfloat16"`` or ``"float16"``, whatever the file holds.
+    linear_backend : ``"auto"`` times the candidates on the CPU; a name of `labkit.models.linear.LINEAR_BACKENDS` fixes
+        it.
 
-    Raises
-    ------
-    InputError
-        Unknown model or dtype; or the folder is missing, corrupt, of another family, lacks a tensor, or holds one of
-        another shape or one that the decoder has no use for.
-    BackendUnavailable
-        The named linear backend cannot run this dtype on this device.
+    Raises InputError: unknown model or dtype; or the folder is missing, corrupt, of another family, lacks a tensor, or
+    holds one of another shape or one that the decoder has no use for; BackendUnavailable: the named linear backend
+    cannot run this dtype on this device.
     """
     if dtype not in DTYPES:
         raise InputError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
@@ -84,10 +76,7 @@ class RandomWeights:
 def read_config(folder: Path, name: str) -> tuple[ModelShape, RopeScaling | None]:
     """Shape of the checkpoint in `folder` from its ``config.json``.
 
-    Raises
-    ------
-    InputError
-        No such file, another family, a field that is missing, or a feature the decoder lacks.
+    Raises InputError: no such file, another family, a field that is missing, or a feature the decoder lacks.
     """
     path = folder / "config.json"
     config = read_json(path)
@@ -157,17 +146,10 @@ def expected_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Every tensor of a checkpoint of this shape, by its Hugging Face name."""
     hidden, mlp, head = shape.hidden_size, shape.intermediate_size, shape.head_dim
     q_width, kv_width = shape.num_qo_heads * head, shape.num_kv_heads * head
-    layer: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (hidden,),
-        "self_attn.q_proj.weight": (q_width, hidden),
-        "self_attn.k_proj.weight": (kv_width, hidden),
-        "self_attn.v_proj.weight": (kv_width, hidden),
-        "self_attn.o_proj.weight": (hidden, q_width),
-        "post_attention_layernorm.weight": (hidden,),
-        "mlp.gate_proj.weight": (mlp, hidden),
-        "mlp.up_proj.weight": (mlp, hidden),
-        "mlp.down_proj.weight": (hidden, mlp),
-    }
+    matrices = {"q": (q_width, hidden), "k": (kv_width, hidden), "v": (kv_width, hidden), "o": (hidden, q_width)}
+    layer: dict[str, tuple[int, ...]] = {f"self_attn.{x}_proj.weight": size for x, size in matrices.items()}
+    layer |= {f"mlp.{x}_proj.weight": (mlp, hidden) for x in ("gate", "up")} | {"mlp.down_proj.weight": (hidden, mlp)}
+    layer |= {f"{x}_layernorm.weight": (hidden,) for x in ("input", "post_attention")}
     if shape.qkv_bias:
         layer |= {f"self_attn.{x}_proj.bias": (w,) for x, w in (("q", q_width), ("k", kv_width), ("v", kv_width))}
     if shape.qk_norm:
@@ -180,10 +162,7 @@ def expected_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 class SafetensorsFolder:
     """The tensors of a checkpoint folder, one file or shards with an index. All headers are checked before any is read.
 
-    Raises
-    ------
-    InputError
-        Names the file and tensor, what was wanted and what is there.
+    Raises InputError: names the file and tensor, what was wanted and what is there.
     """
 
     def __init__(self, folder: Path, expected: dict[str, tuple[int, ...]]):
