@@ -1,15 +1,18 @@
 """What this device can do right now: read bandwidth, matrix rate, timer. Stored beside each run."""
 
 import functools
+import importlib.util
 import itertools
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 from labkit.provenance import utc_now
 from labkit.timing import cache_bytes, sample_rounds
 
 _NUM_READS, _MATRIX_S = 15, 0.3
+_GPU_READS = [1 << power for power in range(22, 34)]  # 4 MiB to 8 GiB
 _MATRIX_DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -28,15 +31,35 @@ def _short(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def read_bandwidth(device: str) -> dict[str, Any]:
-    """1e9 B/s of a pure read: the sum over a buffer at least eight times the last-level cache."""
+def _reader(device: str, num_bytes: int) -> Callable[[], object]:
+    """A call that reads so many bytes; on CUDA by a kernel of ours where Triton is there, else by torch's sum."""
     import torch
 
-    num_bytes = max(8 * cache_bytes(device), (256 << 20) if device == "cpu" else (1 << 30))
     buffer = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
-    rows = sample_rounds({"read": buffer.sum}, num_rounds=_NUM_READS, device=device, l2="warm")
+    if device == "cpu" or importlib.util.find_spec("triton") is None:
+        return buffer.sum
+    from labkit.triton_read import BLOCK, read_kernel
+
+    num_programs = buffer.numel() // BLOCK
+    sums = torch.empty(num_programs, device=device)
+    return lambda: read_kernel[(num_programs,)](buffer, sums, BLOCK=BLOCK)
+
+
+def read_bandwidth(device: str) -> dict[str, Any]:
+    """1e9 B/s of a pure read, cold, of a buffer far larger than the last-level cache; `us` has other sizes too."""
+    if device == "cpu":
+        sizes = [max(8 * cache_bytes(device), 256 << 20)]
+    else:
+        import torch
+
+        sizes = [size for size in _GPU_READS if size < torch.cuda.mem_get_info(device)[0] // 2]
+    us: dict[str, float] = {}
+    for num_bytes in sizes:
+        call = {"read": _reader(device, num_bytes)}
+        rows = sample_rounds(call, num_rounds=_NUM_READS, device=device, graph=device != "cpu")
+        us[str(num_bytes)] = _short(statistics.median(row["ms"] * 1e3 for row in rows))
     rates = [num_bytes / row["ms"] / 1e6 for row in rows]
-    return {"num_bytes": num_bytes, "best": _short(max(rates)), **_spread(rates)}
+    return {"num_bytes": num_bytes, "best": _short(max(rates)), "us": us, **_spread(rates)}
 
 
 def _matrix_rate(device: str, dtype: str) -> dict[str, Any] | None:
@@ -89,7 +112,8 @@ def calibrate(device: str = "cpu") -> dict[str, Any]:
     Returns
     -------
     dict
-        read_gb_per_s: median of repeated reads, 1e9 B/s, and read_spread (best, 20th and 80th percentile);
+        read_gb_per_s: median of repeated reads, 1e9 B/s, and read_spread (best, 20th and 80th percentile, and us: time
+        of a read by its bytes);
         matrix_tflops_per_s: dtype -> median, 1e12 FLOP/s, null where the device has no such product, and
         matrix_spread; timer_resolution_us, noise_floor_us; cache_bytes, num_threads, num_sms (null on a CPU),
         device, time (UTC).

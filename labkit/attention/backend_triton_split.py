@@ -16,8 +16,8 @@ from labkit.kv_cache import PagedKVCache
 NAME = "triton_split"
 SOURCES = ("triton_launch.py", "triton_split_kernel.py", "triton_tile.py")
 MIN_CHUNK = 128  # keys per split: below it the merge costs more than the split gains
-MIN_CHUNK_PER_ROW = 4  # a partial result has head_dim floats a row: it must stay small beside the keys it stands for
-MAX_WIDE_SPLITS = 24  # the same, for tiles of 64 rows and heads of 128 at most
+MAX_WIDE_SPLITS = 24  # of tiles of 64 rows: their partial results must stay small beside the keys they stand for
+LONG_CHUNK = 8192  # keys: above it programs that all run at once end too far apart, and two rounds of them are better
 # Of the device where there is none to ask (tests): Hopper.
 DEFAULT_SHARED_BYTES = 227 << 10
 
@@ -56,10 +56,11 @@ def choose_num_splits(num_tiles: int, num_keys: int, num_sms: int, block_m: int,
     """Splits so that `num_tiles` (requests x KV heads x row tiles) give the device one or two programs per SM."""
     is_small = block_m == 16 or (block_m <= 64 and head_dim <= 128)
     num_splits = num_sms * (2 if is_small else 1) // num_tiles
-    if block_m > 16 and head_dim <= 128:
+    if block_m == 64 and head_dim <= 128:
         num_splits = min(num_splits, MAX_WIDE_SPLITS)
-    min_chunk = max(MIN_CHUNK, MIN_CHUNK_PER_ROW * block_m if block_m > 16 else 0)
-    return max(1, min(num_splits, -(-num_keys // min_chunk)))
+    if num_splits == 1 and num_keys > LONG_CHUNK:
+        num_splits = 2
+    return max(1, min(num_splits, -(-num_keys // MIN_CHUNK)))
 
 
 def prepare(q: Tensor, cache: PagedKVCache, spec: AttentionSpec) -> tuple[Run, dict[str, Any]]:

@@ -50,11 +50,13 @@ def prefill_plan(q: Tensor, cache: PagedKVCache, spec: AttentionSpec) -> dict[st
     """Arguments of ``plan`` for `q_len` tokens per request over the whole cache."""
     batch_size, q_len, num_qo_heads, head_dim = q.shape
     kv_lens = [n + q_len for n in cache.context_lens]
+    # plan() wants the lengths on the host, but packs a mask on the device and then wants them there.
+    where = "cpu" if spec.tree is None else q.device
     return {
-        "qo_indptr": torch.arange(batch_size + 1, dtype=torch.int32) * q_len,
-        "paged_kv_indptr": cache.kv_indptr(kv_lens).cpu(),
+        "qo_indptr": (torch.arange(batch_size + 1, dtype=torch.int32) * q_len).to(where),
+        "paged_kv_indptr": cache.kv_indptr(kv_lens).to(where),
         "paged_kv_indices": cache.kv_indices(kv_lens),
-        "paged_kv_last_page_len": last_page_lens(cache, kv_lens),
+        "paged_kv_last_page_len": last_page_lens(cache, kv_lens).to(where),
         "num_qo_heads": num_qo_heads,
         "num_kv_heads": cache.num_kv_heads,
         "head_dim_qk": head_dim,

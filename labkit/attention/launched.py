@@ -20,13 +20,13 @@ class Kernel(NamedTuple):
 
 def short_name(name: str) -> str:
     """The innermost function or class of a C++ or Triton kernel name, and 4 digits that tell its template apart."""
-    words = re.findall(r"[A-Za-z_]\w*", re.sub(r"^(void|static)\s+", "", name))
-    plain = name.split("<")[0].split("(")[0].split("::")[-1].split()[-1] if words else name
-    if plain in ("device_kernel", "Kernel", "kernel") and "<" in name:
-        inner = re.findall(r"(\w+)<", name)
-        plain = next((word for word in inner if word not in ("device_kernel", "enable_sm90_or_later")), plain)
+    plain_name = name.replace("(anonymous namespace)::", "").removeprefix("void ")
+    head = plain_name.split("<")[0].split("(")[0].split("::")[-1]
+    if head in ("device_kernel", "Kernel", "kernel") and "<" in plain_name:
+        inner = re.findall(r"(\w+)<", plain_name)
+        head = next((word for word in inner if word not in ("device_kernel", "enable_sm90_or_later")), head)
     digits = hashlib.sha256(name.encode()).hexdigest()[:4]
-    return plain if "<" not in name else f"{plain}#{digits}"
+    return head if "<" not in plain_name else f"{head}#{digits}"
 
 
 def launched_kernels(calls: Mapping[str, Callable[[], object]]) -> dict[str, list[Kernel]]:

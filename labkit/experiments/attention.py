@@ -55,6 +55,7 @@ _ENGINES = ["triton_per_token", "triton_decode8", "triton_segmented_2d", "triton
 _CONTEXTS = [131072, 1024, 16384, 262144, 65536, 4096, 32768, 2048, 8192]
 # The committed grid of a data centre GPU: ours against the libraries over batches, then every path over the context.
 PRESETS["full"] = PRESETS["gpu"] | {
+    "num_rounds": [31],
     "backend": _LIBRARIES,
     "model": ["64/8/128", "24/4/256", "32/8/128"],
     "context_len": [131072, 2048, 16384],
@@ -83,6 +84,13 @@ _MORE_GRIDS: dict[str, list[common.Axes]] = {
             "backend": [*_LIBRARIES, "triton_nosplit", "flashinfer_auto"],
             "model": ["64/8/128"],
             "context_len": [200, 500, 1000, 2000],
+            "q_len": [8, 1],
+            "batch_size": [1],
+        },
+        {
+            "backend": _LIBRARIES,
+            "page_size": [64, 1],
+            "model": ["64/8/128"],
             "q_len": [8, 1],
             "batch_size": [1],
         },
