@@ -10,9 +10,10 @@ from labkit.acceptance import acceptance_table, counts_from_frame
 from labkit.attention_table import attention_table, read_bandwidths, slope_text, slope_us_per_1k
 from labkit.breakeven import Breakeven
 from labkit.curves import crossing_text
+from labkit.diagnosis import diagnose
 from labkit.engine_figures import engine_figures
 from labkit.rows import listed, ok_rows
-from labkit.style import format_tokens
+from labkit.style import attention_order, format_tokens
 
 
 def breakeven_answer(result: Breakeven) -> str:
@@ -42,23 +43,26 @@ def breakeven_answer(result: Breakeven) -> str:
 
 
 def attention_answer(df: pd.DataFrame, sidecars: Mapping[str, Mapping[str, Any]] | None = None) -> str:
-    """Per backend: what verifying costs against decoding one token at the longest context, and its growth per 1K."""
+    """Per backend of one setting: verify against decode at the longest context, growth per 1K, and the diagnosis."""
     table = attention_table(df, read_bandwidths(sidecars or {}))
+    table, found = table[table["newest"]], diagnose(df, sidecars).sort_values("run_id").set_index("backend")
     q_len, longest = int(table["q_len"].max()), table["context_len"].max()
     lines = [
         f"What does verifying {q_len} tokens cost at {format_tokens(longest)} tokens of context, against decoding one?"
     ]
-    for backend, rows in table.groupby("backend", sort=False):
-        at = rows[rows["context_len"] == longest].set_index("q_len")["attention_us"]
+    for backend in attention_order(table["backend"].unique()):
+        at = table[(table["backend"] == backend) & (table["context_len"] == longest)]
+        at = at[at["run_id"] == at["run_id"].max()].set_index("q_len")["attention_us"]
         if q_len not in at or 1 not in at:
-            lines.append(f"- {backend}: not measured at both.")
+            lines.append(f"- {backend}: not measured at both in one run.")
             continue
-        curve = rows[rows["q_len"] == q_len].sort_values("context_len")
-        x, floor = curve["context_len"].to_numpy(float), curve["floor_us"].to_numpy(float)
-        slope = slope_us_per_1k(x, curve["attention_us"].to_numpy(float))
+        curve = table[(table["backend"] == backend) & (table["q_len"] == q_len)]
+        slope = slope_us_per_1k(curve["context_len"].to_numpy(float), curve["attention_us"].to_numpy(float))
         text = f"- {backend}: {at[q_len] / at[1]:.1f} times as long, {slope_text(slope)} tokens of context"
-        if np.isfinite(floor).all() and slope > 0:
-            text += f", {slope / slope_us_per_1k(x, floor):.1f} times the floor of reading keys and values once"
+        cause = found.loc[[backend]].iloc[-1]
+        if np.isfinite(cause["verify_slope_over_floor"]):
+            text += f", {cause['verify_slope_over_floor']:.1f} times the floor of reading keys and values once"
+            text += f": {'likely ' if cause['sure'] == 'likely' else ''}{cause['diagnosis']}"
         lines.append(text + ".")
     return "\n".join(lines)
 

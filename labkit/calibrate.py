@@ -45,7 +45,7 @@ def _reader(device: str, num_bytes: int) -> Callable[[], object]:
     return lambda: read_kernel[(num_programs,)](buffer, sums, BLOCK=BLOCK)
 
 
-def _read_bandwidth(device: str) -> dict[str, Any]:
+def read_bandwidth(device: str) -> dict[str, Any]:
     """1e9 B/s of a pure read, cold, of a buffer far larger than the last-level cache; `us` has other sizes too."""
     if device == "cpu":
         sizes = [max(8 * cache_bytes(device), 256 << 20)]
@@ -120,7 +120,7 @@ def calibrate(device: str = "cpu") -> dict[str, Any]:
     """
     import torch
 
-    read = _read_bandwidth(device)
+    read = read_bandwidth(device)
     matrix = {dtype: _matrix_rate(device, dtype) for dtype in _MATRIX_DTYPES}
     return {
         "device": device,

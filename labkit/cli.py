@@ -77,6 +77,16 @@ def _build_parser() -> _Parser:
     run.add_argument("--dry-run", action="store_true", help="cells, minutes and memory, without measuring")
     _json_flag(run)
 
+    trial = add("try", _try, "one attention backend in under 30 s: right? how fast, against the floor and another?")
+    trial.add_argument("backend", metavar="BACKEND")
+    trial.add_argument("--against", metavar="B", help="time this backend in the same rounds")
+    trial.add_argument("--backend-file", type=Path, metavar="F.py", help="a file that registers an attention backend")
+    trial.add_argument(
+        "--set", nargs="+", action="extend", default=[], metavar="AXIS=V,..", dest="assignments", help="replace an axis"
+    )
+    trial.add_argument("--full", action="store_true", help="the full correctness matrix (minutes), with progress")
+    _json_flag(trial)
+
     check = add("check", _check, "validate stored runs")
     check.add_argument("paths", nargs="+", type=Path, metavar="PATH")
     _json_flag(check)
@@ -132,6 +142,12 @@ def _run(arguments: argparse.Namespace) -> int:
     from labkit.experiments import launch
 
     return launch.run_from_arguments(arguments)
+
+
+def _try(arguments: argparse.Namespace) -> int:
+    from labkit.experiments import trial
+
+    return trial.run_from_arguments(arguments)
 
 
 def _check(arguments: argparse.Namespace) -> int:

@@ -1,8 +1,10 @@
 """What every notebook starts from: committed or freshly measured rows, figures that are shown and saved."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -47,7 +49,7 @@ class Session:
             # The experiments measure, so they need torch; reading stored runs does not.
             module = import_module(f"labkit.experiments.{experiment}")
             result = module.run(self.preset, out_dir=Path(self.out_dir) if self.out_dir else None)
-            found = find_runs(experiment, result.path)
+            found = find_runs(experiment, result.path, *result.earlier)
         else:
             found = _one_device(find_runs(experiment, *filter(None, [self.data_dir])), self.preset)
         self.used.extend(run.path for run in found if run.path not in self.used)
@@ -69,6 +71,15 @@ class Session:
     def show(self, fig: Figure, name: str) -> Figure | SavedFigure:
         """Save ``fig`` under ``figures_dir`` when there is one; the last line of a cell then shows what was saved."""
         return save_figure(fig, name, self.used, out_dir=self.figures_dir) if self.figures_dir else fig
+
+    def measured(self, make: Callable[..., Any], *args: Any, name: str = "", **options: Any) -> Any:
+        """``make(...)``, shown as figure ``name`` if it has one; where its rows are missing, one sentence instead."""
+        try:
+            made = make(*args, **options)
+        except InputError as error:
+            print(f"{make.__name__.replace('_', ' ')}: its rows are not there ({error})")
+            return None
+        return self.show(made, name) if name else made
 
 
 def _one_device(runs: list[StoredRun], preset: str) -> list[StoredRun]:

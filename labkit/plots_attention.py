@@ -1,6 +1,6 @@
 """What verify attention costs: time per layer against context beside its floor, and the share of the read bandwidth."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from textwrap import shorten
 from typing import Any
@@ -12,10 +12,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from labkit.attention_table import (
+    Bandwidth,
     attention_table,
+    calibrated,
     fitting_context,
     kernel_segments,
     read_bandwidths,
@@ -26,10 +27,20 @@ from labkit.canvas import add_header, add_legend, axes_or_new, freeze_layout, ne
 from labkit.curves import by_name
 from labkit.errors import InputError
 from labkit.labels import EndLabels, Notes
-from labkit.style import INK, TEXT_WIDTH_IN, SeriesStyle, context_axis, series_styles, styled
+from labkit.rows import ok_rows
+from labkit.style import (
+    INK,
+    TEXT_WIDTH_IN,
+    SeriesStyle,
+    attention_order,
+    context_axis,
+    log_us_axis,
+    series_styles,
+    styled,
+)
 
 _DASHED = (0, (3.0, 1.6))
-Bandwidth = float | Mapping[str, float] | None
+MAX_BACKENDS = 10
 
 
 @styled
@@ -46,7 +57,8 @@ def plot_attention_time(
     """Attention time of one layer against context: solid at ``q_len``, thin dashes at q_len 1, floor black.
 
     Bands are the 20th to 80th percentile of the samples. A curve breaks, with a tag, where the kernel that ran
-    changes. The end label has the slope in us per 1,024 tokens, of the last kernel where it changed.
+    changes. The end label has the slope in us per 1,024 tokens, of the last kernel where it changed. Older versions
+    of a backend are faint thin lines behind.
 
     Parameters
     ----------
@@ -59,46 +71,17 @@ def plot_attention_time(
     cache_bytes
         Size of the last-level cache; the contexts whose keys and values fit into it are shaded.
 
-    Raises
-    ------
-    InputError
-        As `attention_table`; or ``q_len`` was not measured.
+    Raises InputError as `attention_table`, and when ``q_len`` was not measured.
     """
     ax, table = axes_or_new(ax), attention_table(df, read_gb_per_s)
-    q_len = _verify_q_len(table, q_len)
-    _prepare(ax, table, cache_bytes)
-    ends, notes = EndLabels(ax), Notes(ax)
-    styles = styles or series_styles(table["backend"].drop_duplicates())
-    for backend, rows in by_name(table, "backend"):
-        style = styles[backend]
-        for at, thin in ((1, True), (q_len, False)):
-            curve = rows[rows["q_len"] == at]
-            if len(curve) and not (thin and q_len == 1):
-                _draw_time(ax, curve, style, thin)
-        curve = rows[rows["q_len"] == q_len]
-        if curve.empty:
-            continue
-        segments = kernel_segments(curve)
-        _tag_kernels(segments, "attention_us", style, notes)
-        slope = slope_us_per_1k(
-            segments[-1]["context_len"].to_numpy(float), segments[-1]["attention_us"].to_numpy(float)
-        )
-        last = segments[-1].iloc[-1]
-        ends.add(
-            last["context_len"],
-            last["attention_us"],
-            _with_slope((labels or {}).get(backend, backend), slope),
-            color=style.color,
-        )
-    floor = table[table["q_len"] == q_len].drop_duplicates("context_len").sort_values("context_len")
+    ends, verify = _draw_curves(ax, table, "attention_us", q_len, cache_bytes=cache_bytes, labels=labels, styles=styles)
+    floor = verify.drop_duplicates("context_len").sort_values("context_len")
     if floor["floor_us"].notna().all():
         x, y = floor["context_len"].to_numpy(float), floor["floor_us"].to_numpy(float)
         ax.plot(x, y, color="0.0", linewidth=1.2)
         ends.add(x[-1], y[-1], _with_slope("floor", slope_us_per_1k(x, y)), color="0.0")
     ax.set_yscale("log")
-    ax.yaxis.set_major_locator(LogLocator(numticks=8))
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-    ax.yaxis.set_minor_formatter(NullFormatter())
+    log_us_axis(ax.yaxis)
     ax.set_ylabel("attention time per layer (us)")
     return ax
 
@@ -110,38 +93,19 @@ def plot_bandwidth_share(
     ax: Axes | None = None,
     q_len: int | None = None,
     read_gb_per_s: Bandwidth = None,
-    cache_bytes: float | None = None,
-    labels: Mapping[str, str] | None = None,
-    styles: Mapping[str, SeriesStyle] | None = None,
+    **options: Any,
 ) -> Axes:
     """Unique bytes per time as a share of the read bandwidth measured in the same run, against context, per backend.
 
     Solid at ``q_len``, thin dashes at q_len 1; the black line at 1 is the bandwidth. A share above 1 means that the
-    cache served a part. Parameters and errors as `plot_attention_time`; ``read_gb_per_s`` must be known here.
+    cache served a part. Parameters, options and errors as `plot_attention_time`; ``read_gb_per_s`` must be known here.
     """
     ax, table = axes_or_new(ax), attention_table(df, read_gb_per_s)
-    q_len = _verify_q_len(table, q_len)
     if table["share"].isna().all():
         raise InputError("read_gb_per_s: want the read bandwidth of the run, for the share; got none")
-    _prepare(ax, table, cache_bytes)
-    ends = EndLabels(ax)
-    styles = styles or series_styles(table["backend"].drop_duplicates())
+    ends, _ = _draw_curves(ax, table, "share", q_len, **options)
     ax.axhline(1.0, color="0.0", linewidth=1.2, gid="guide", zorder=1.5)
     ends.add(ax.get_xlim()[1], 1.0, "read bandwidth", color="0.0")
-    for backend, rows in by_name(table, "backend"):
-        for at, thin in ((1, True), (q_len, False)):
-            if thin and q_len == 1:
-                continue
-            for part in kernel_segments(rows[rows["q_len"] == at]):
-                _draw_line(ax, part, "share", styles[backend], thin)
-        curve = rows[rows["q_len"] == q_len].sort_values("context_len")
-        if len(curve):
-            ends.add(
-                curve["context_len"].iloc[-1],
-                curve["share"].iloc[-1],
-                (labels or {}).get(backend, backend),
-                color=styles[backend].color,
-            )
     ax.set_ylim(0.0, max(1.08, 1.05 * table["share"].max()))
     ax.set_ylabel("share of read bandwidth")
     return ax
@@ -153,6 +117,7 @@ def figure_attention(
     *,
     sidecars: Mapping[str, Mapping[str, Any]] | None = None,
     q_len: int | None = None,
+    backends: Sequence[str] | None = None,
     labels: Mapping[str, str] | None = None,
     width_in: float = TEXT_WIDTH_IN,
     title: str = "What verify attention costs",
@@ -166,93 +131,114 @@ def figure_attention(
     sidecars
         run_id -> sidecar (`labkit.results.load_sidecars`); their calibration has the read bandwidth and the cache
         size. Without a bandwidth there is only the first panel, without floor.
+    backends
+        Which to draw; None: all, or the first `MAX_BACKENDS` of `labkit.style.attention_order`.
 
-    Raises
-    ------
-    InputError
-        As `plot_attention_time`.
+    Raises InputError as `plot_attention_time`, and when one of ``backends`` was not measured.
     """
     sidecars = sidecars or {}
-    bandwidth = read_bandwidths(sidecars)
-    calibrations = [sidecar.get("calibration") or {} for sidecar in sidecars.values()]
-    caches = {values["cache_bytes"] for values in calibrations if values.get("cache_bytes")}
+    bandwidth, caches = read_bandwidths(sidecars), set(calibrated(sidecars, "cache_bytes").values())
+    df, note = _chosen(df, backends)
     table = attention_table(df, bandwidth)
-    options: dict[str, Any] = {
-        "q_len": _verify_q_len(table, q_len),
-        "read_gb_per_s": bandwidth,
-        "cache_bytes": max(caches, default=None),
-        "labels": labels,
-        "styles": series_styles(table["backend"].drop_duplicates()),
-    }  # fmt: skip
+    styles = series_styles(attention_order(table["backend"].unique()))
+    options: dict[str, Any] = {"q_len": verify_q_len(table, q_len), "read_gb_per_s": bandwidth, "labels": labels}
+    options |= {"cache_bytes": max(caches, default=None), "styles": styles}
     draws = [plot_attention_time] + ([plot_bandwidth_share] if table["share"].notna().any() else [])
     stacked = width_in <= 5
     shape = (len(draws), 1) if stacked else (1, len(draws))
-    figure = new_figure(width_in, 1.0 + (2.1 * shape[0] if stacked else 2.4))
+    # Two lines of label for each backend and for the floor must fit beside a panel.
+    panel = max(2.1 if stacked else 2.4, 0.27 * (table["backend"].nunique() + 1))
+    figure = new_figure(width_in, 1.05 + panel * shape[0])
     axes = figure.subplots(*shape, squeeze=False, sharex=True).ravel()
     for draw, ax in zip(draws, axes, strict=True):
         draw(df, ax=ax, **options)
         if stacked and ax is not axes[-1]:
             ax.set_xlabel("")
-    add_header(figure, title, _describe(df, bandwidth, labels))
+    add_header(figure, title, describe(df, bandwidth, labels) + note)
     entries: list[tuple[Artist, str]] = [
         (Line2D([], [], color=INK, linewidth=1.4), f"verify, q_len {options['q_len']}")
     ]
     if options["q_len"] > 1 and (table["q_len"] == 1).any():
         entries.append((Line2D([], [], color=INK, linewidth=0.8, linestyle=_DASHED), "decode, q_len 1"))
+    if not table["newest"].all():
+        entries.append((Line2D([], [], color=INK, linewidth=0.6, alpha=0.35), "older version of the backend"))
     if table["floor_us"].notna().any():
         entries.append((Line2D([], [], color="0.0", linewidth=1.2), "floor: keys and values read once"))
     if caches and fitting_context(table, max(caches)) > table["context_len"].min():
-        entries.append(
-            (
-                Patch(facecolor="0.93", linewidth=0),
-                f"keys and values fit in the last-level cache ({max(caches) / 2**20:.0f} MiB)",
-            )
-        )
+        text = f"keys and values fit in the last-level cache ({max(caches) / 2**20:.0f} MiB)"
+        entries.append((Patch(facecolor="0.93", linewidth=0), text))
     add_legend(figure, entries)
     freeze_layout(figure)
     return figure
 
 
-def _verify_q_len(table: pd.DataFrame, q_len: int | None) -> int:
+def _chosen(df: pd.DataFrame, backends: Sequence[str] | None) -> tuple[pd.DataFrame, str]:
+    """The rows of the backends to draw, and a note when some are left out."""
+    known = attention_order(ok_rows(df, "attention", ["backend"])["backend"].unique())
+    if missing := [name for name in backends or () if name not in known]:
+        raise InputError(f"backends: want some of {', '.join(known)}; got {missing[0]!r}")
+    wanted = list(backends or known[:MAX_BACKENDS])
+    note = f" · {len(wanted)} of {len(known)} backends" if len(wanted) < len(known) else ""
+    return df[df["backend"].isin(wanted)], note
+
+
+def verify_q_len(table: pd.DataFrame, q_len: int | None) -> int:
+    """``q_len``, or the largest of the table; InputError when it was not measured."""
     known = sorted(table["q_len"].unique())
     if q_len is not None and q_len not in known:
         raise InputError(f"q_len: want one of {', '.join(map(str, known))}; got {q_len}")
     return int(known[-1] if q_len is None else q_len)
 
 
-def _prepare(ax: Axes, table: pd.DataFrame, cache_bytes: float | None) -> None:
+def _draw_curves(
+    ax: Axes,
+    table: pd.DataFrame,
+    column: str,
+    q_len: int | None,
+    *,
+    cache_bytes: float | None = None,
+    labels: Mapping[str, str] | None = None,
+    styles: Mapping[str, SeriesStyle] | None = None,
+) -> tuple[EndLabels, pd.DataFrame]:
+    """A column of every backend against context, labelled at the line ends; the labels, and the cells at ``q_len``."""
+    q_len = verify_q_len(table, q_len)
     context_axis(ax, table["context_len"].min(), table["context_len"].max())
-    if cache_bytes:
-        edge = fitting_context(table, cache_bytes)
-        low, high = ax.get_xlim()
-        if edge > table["context_len"].min():
-            ax.axvspan(low, min(edge, high), color="0.93", linewidth=0, zorder=0)
-            ax.set_xlim(low, high)
+    limits, cached = ax.get_xlim(), fitting_context(table, cache_bytes or 0.0)
+    if cached > table["context_len"].min():
+        ax.axvspan(limits[0], min(cached, limits[1]), color="0.93", linewidth=0, zorder=0)
+        ax.set_xlim(limits)
+    ends, notes, is_time = EndLabels(ax), Notes(ax), column == "attention_us"
+    styles = styles or series_styles(table["backend"].drop_duplicates())
+    for backend, rows in by_name(table, "backend"):
+        style, now = styles[backend], rows[rows["newest"]]
+        for _, old in rows[~rows["newest"] & (rows["q_len"] == q_len)].groupby("backend_digest"):
+            ax.plot(old["context_len"], old[column], color=style.color, linewidth=0.6, alpha=0.35, zorder=1.8)
+        if q_len > 1:
+            for part in kernel_segments(now[now["q_len"] == 1]):
+                _draw_line(ax, part, column, style, thin=True)
+        segments = kernel_segments(now[now["q_len"] == q_len])
+        for part in segments:
+            if is_time:
+                low, high = part["attention_us_low"], part["attention_us_high"]
+                ax.fill_between(part["context_len"], low, high, color=style.color, alpha=0.2, linewidth=0)
+            _draw_line(ax, part, column, style, thin=False)
+        if not segments:
+            continue
+        last, text = segments[-1], (labels or {}).get(backend, backend)
+        if is_time:
+            _tag_kernels(segments, column, style, notes)
+            slope = slope_us_per_1k(last["context_len"].to_numpy(float), last[column].to_numpy(float))
+            text = _with_slope(text, slope)
+        ends.add(last["context_len"].iloc[-1], last[column].iloc[-1], text, color=style.color)
+    return ends, table[table["q_len"] == q_len]
 
 
 def _draw_line(ax: Axes, part: pd.DataFrame, column: str, style: SeriesStyle, thin: bool) -> None:
     width, dashes, size = (0.8, _DASHED, 2.2) if thin else (1.4, "-", 3.4)
-    ax.plot(part["context_len"], part[column], color=style.color, linewidth=width, linestyle=dashes)
-    ax.plot(
-        part["context_len"],
-        part[column],
-        linestyle="none",
-        marker=style.marker,
-        markersize=size,
-        color=style.color,
-        markerfacecolor="white" if thin else style.color,
-        markeredgewidth=0.7,
-        clip_on=False,
-        zorder=3,
-    )
-
-
-def _draw_time(ax: Axes, curve: pd.DataFrame, style: SeriesStyle, thin: bool) -> None:
-    for part in kernel_segments(curve):
-        if not thin:
-            low, high = part["attention_us_low"], part["attention_us_high"]
-            ax.fill_between(part["context_len"], low, high, color=style.color, alpha=0.2, linewidth=0)
-        _draw_line(ax, part, "attention_us", style, thin)
+    x, y, face = part["context_len"], part[column], "white" if thin else style.color
+    ax.plot(x, y, color=style.color, linewidth=width, linestyle=dashes)
+    dots: dict[str, Any] = {"marker": style.marker, "markersize": size, "markerfacecolor": face, "markeredgewidth": 0.7}
+    ax.plot(x, y, linestyle="none", color=style.color, clip_on=False, zorder=3, **dots)
 
 
 def _tag_kernels(segments: list[pd.DataFrame], column: str, style: SeriesStyle, notes: Notes) -> None:
@@ -260,31 +246,26 @@ def _tag_kernels(segments: list[pd.DataFrame], column: str, style: SeriesStyle, 
         left, right = before.iloc[-1], after.iloc[0]
         x = float(np.sqrt(left["context_len"] * right["context_len"]))
         low, high = sorted((left[column], right[column]))
-        notes.add(
-            [(" | ".join(shorten(str(end["kernel"]), 24, placeholder="...") for end in (left, right)), style.color)],
-            stretch=(x, low, high),
-        )
+        names = " | ".join(shorten(str(end["kernel"]), 24, placeholder="...") for end in (left, right))
+        notes.add([(names, style.color)], stretch=(x, low, high))
 
 
 def _with_slope(name: str, slope: float) -> str:
     return name if np.isnan(slope) else f"{name}\n{slope_text(slope)}"
 
 
-def _describe(df: pd.DataFrame, bandwidth: Mapping[str, float], labels: Mapping[str, str] | None) -> str:
-    first = df[df["status"] == "ok"].iloc[0] if "status" in df else df.iloc[0]
-    gpu = (labels or {}).get(str(first["gpu"]), str(first["gpu"]))
-    heads = f"{first['num_qo_heads']} query and {first['num_kv_heads']} KV heads of {first['head_dim']}"
-    dtypes = (
-        first["q_dtype"] if first["q_dtype"] == first["kv_dtype"] else f"{first['q_dtype']}, {first['kv_dtype']} KV"
-    )
-    state = f"{first['l2_state']} cache, {first['launch_mode']}"
+def describe(df: pd.DataFrame, bandwidth: Mapping[str, float], labels: Mapping[str, str] | None = None) -> str:
+    """The setting that a figure's rows share, as its subtitle."""
+    first = ok_rows(df, "attention", ["gpu"]).iloc[0]
+    q_dtype, kv_dtype = first["q_dtype"], first["kv_dtype"]
     parts = [
-        gpu,
-        heads,
-        dtypes,
+        (labels or {}).get(str(first["gpu"]), str(first["gpu"])),
+        f"{first['num_qo_heads']} query and {first['num_kv_heads']} KV heads of {first['head_dim']}",
+        q_dtype if q_dtype == kv_dtype else f"{q_dtype}, {kv_dtype} KV",
         f"batch {first['batch_size']}",
         f"pages of {first['page_size']}, {first['page_order']}",
-        state,
+        f"{first['l2_state']} cache, {first['launch_mode']}",
+        "plan not included",
     ]
     if bandwidth:
         parts.append(f"read bandwidth {np.median(list(bandwidth.values())):,.0f} GB/s")

@@ -254,6 +254,9 @@ def _checked_rows(run: StoredRun, experiment: str) -> pa.Table:
     if file_digest(run.path) != run.sidecar["sha256"]:
         raise InputError(f"{run.path}: does not match the sha256 in its sidecar; wanted the file that was measured")
     table = read_table(run.path).replace_schema_metadata(None)
+    for column in columns(experiment):
+        if column.nullable and column.name not in table.schema.names:  # the run is older than the column: unknown
+            table = table.append_column(column.name, pa.nulls(table.num_rows, column.type))
     for field in arrow_schema(experiment):
         got = table.schema.field(field.name).type if field.name in table.schema.names else "nothing"
         if got != field.type:

@@ -13,8 +13,9 @@ from typing import ParamSpec, TypeVar
 
 import matplotlib.style
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.colors import to_rgb
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter
 
 COLUMN_WIDTH_IN = 3.4
 TEXT_WIDTH_IN = 7.0
@@ -68,7 +69,10 @@ _PURPLE, _SKY = "#CC79A7", "#56B4E9"
 _CYCLE = (_BLUE, _VERMILLION, _GREEN, _ORANGE, _PURPLE, _SKY)
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "h")
 # A backend keeps its colour and marker in every figure, whatever else is drawn beside it.
-_BACKENDS = ("sdpa", "per_token", "triton_split", "triton_nosplit", "flashinfer", "flash_attn")
+_BACKENDS = (
+    *("sdpa", "per_token", "triton_split", "triton_nosplit", "flashinfer_fa2", "fa3", "flashinfer_fa3"),
+    *("triton_per_token", "triton_segmented_2d", "flex"),
+)
 
 
 @dataclass(frozen=True)
@@ -144,6 +148,12 @@ def series_styles(names: Iterable[str]) -> dict[str, SeriesStyle]:
     return {name: SeriesStyle(*taken[name]) for name in names}
 
 
+def attention_order(names: Iterable[str]) -> list[str]:
+    """Attention backends as figures list them: those of a fixed style, then the others, the ladder's rungs last."""
+    rank = {name: index for index, name in enumerate(_BACKENDS)}
+    return sorted(names, key=lambda name: (name.startswith("triton_ladder"), rank.get(name, len(rank)), name))
+
+
 def format_tokens(tokens: float) -> str:
     """``512``, ``1K``, ``1.5K``, ``128K``, ``1M`` (K = 1,024), two digits unless the number is whole."""
     size, unit = _unit(tokens)
@@ -211,6 +221,13 @@ def context_axis(ax: Axes, low: float, high: float) -> None:
 def display_name(name: object, labels: Mapping[str, str] | None) -> str:
     """What a figure calls a value of the data: its label, or itself without underscores."""
     return (labels or {}).get(str(name), str(name).replace("_", " "))
+
+
+def log_us_axis(axis: Axis) -> None:
+    """Times of an axis as whole numbers at powers of ten, once its scale is logarithmic."""
+    axis.set_major_locator(LogLocator(numticks=8))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def text_color(color: str) -> tuple[float, float, float]:

@@ -40,13 +40,17 @@ CALIBRATE_TIMEOUT_S = 180.0
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a sweep left: ``path`` of the Parquet file, points by status, points not yet measured."""
+    """What a sweep left: ``path`` of the Parquet file, points by status, points not yet measured.
+
+    ``earlier`` are the files of runs of the same points with other versions of a backend (only with ``reuse``).
+    """
 
     run_id: str
     path: Path
     counts: dict[str, int]
     num_measured: int
     num_left: int
+    earlier: tuple[Path, ...] = ()
 
     @property
     def complete(self) -> bool:
@@ -120,6 +124,18 @@ def _find_or_create(folder: Path, header: dict[str, Any], resume: bool) -> Journ
         return create_journal(folder, header)
     finally:
         os.close(handle)
+
+
+def _earlier(folder: Path, header: dict[str, Any]) -> dict[Path, set[str]]:
+    """Runs of the same points and environment with another version of a backend: file -> final points, newest first."""
+    found = {}
+    for path in sorted(folder.glob("*.jsonl"), reverse=True):
+        known = read_header(path) or {}
+        same = all(known.get(name) == header[name] for name in ("points_digest", "environment_digest"))
+        if same and known["plan_digest"] != header["plan_digest"]:
+            with open_journal(path) as journal:
+                found[path.with_suffix(".parquet")] = {key for key in journal.attempts if journal.is_final(key)}
+    return found
 
 
 class _Budget:
@@ -235,6 +251,7 @@ def _header(
         "experiment": experiment,
         "gpu": provenance["device"]["slug"],
         "plan_digest": digest([experiment, measure, sorted(keyed), seed]),
+        "points_digest": digest([experiment, measure, sorted(map(point_key, keyed.values())), seed]),
         "environment_digest": environment_digest(provenance, code_digest),
         "code_digest": code_digest,
         "num_points": len(keyed),
@@ -255,6 +272,7 @@ def run_sweep(
     device: str = "cpu",
     seed: int = 0,
     resume: bool = True,
+    reuse: bool = False,
     timeout_s: float = 600.0,
     budget_s: float | None = None,
     budget_is_total: bool = False,
@@ -277,6 +295,8 @@ def run_sweep(
     seed : put into every point that has none.
     resume : go on with the latest run of the same points, seed, measuring function and environment. Points that are ok,
         unsupported, oom or wrong stay; those that timed out, crashed or failed get one more attempt.
+    reuse : with ``resume``, leave out points that a run of the same points and environment holds already: after an edit
+        of one backend its points alone are measured, in a run of their own, not interleaved with the others.
     timeout_s : limit of one point, s, loading a model included, starting the worker not. Only with ``worker``.
     budget_s : stop before the first point that is not expected to end within this time, s. The rest can be resumed.
     budget_is_total : earlier sessions of this run count against the budget: asking again does not measure more.
@@ -297,7 +317,16 @@ def run_sweep(
     provenance = provenance or collect(device)
     name = function_name(measure) if worker or isinstance(measure, str) else measure.__qualname__
     header = _header(keyed, experiment, name, provenance, code_digest, seed)
-    with _find_or_create(run_folder(out_dir, experiment, header["gpu"]), header, resume) as journal:
+    folder = run_folder(out_dir, experiment, header["gpu"])
+    earlier = _earlier(folder, header) if reuse and resume else {}
+    num_asked, held = len(keyed), set[str]().union(*earlier.values())
+    keyed = {key: point for key, point in keyed.items() if key not in held}
+    if len(keyed) < num_asked:
+        say(f"{experiment}: {num_asked - len(keyed)} of {num_asked} points are stored in earlier runs")
+    if not keyed:
+        newest, *others = earlier
+        return RunResult(newest.stem, newest, {}, 0, 0, tuple(others))
+    with _find_or_create(folder, header, resume) as journal:
         budget = _Budget(budget_s, journal, spent_counts=budget_is_total)
         num_measured = 0
         if _announce(journal, keyed):
@@ -315,10 +344,10 @@ def run_sweep(
             compact(journal)
         num_left = sum(key not in journal.attempts for key in keyed)
         if budget.stopped:
-            left = f"{num_left} of {len(keyed)} points left"
-            say(f"{_name(journal)}: budget of {budget_s:g} s, {left}; run again to go on")
-        path = journal.path.with_suffix(".parquet")
-        return RunResult(journal.header["run_id"], path, counts_by_status(journal), num_measured, num_left)
+            rest = f"{num_left} of {len(keyed)} points left"
+            say(f"{_name(journal)}: budget of {budget_s:g} s, {rest}; run again to go on")
+        path, left = journal.path.with_suffix(".parquet"), (num_measured, num_left, tuple(earlier))
+        return RunResult(journal.header["run_id"], path, counts_by_status(journal), *left)
 
 
 def _name(journal: Journal) -> str:

@@ -23,7 +23,7 @@ NOTEBOOKS = sorted(paths.NOTEBOOKS.glob("*.ipynb"))
 PARAMETERS = {"source": "committed", "preset": "cpu", "data_dir": "", "out_dir": "", "figures_dir": ""}
 FIGURES = {
     "00_start_here": {"00_breakeven"},
-    "01_verify_attention": {"01_attention"},
+    "01_verify_attention": {"01_attention", "01_over_floor"},
     "03_acceptance": {"03_acceptance"},
     "04_breakeven": {"04_breakeven", "04_speedup"},
 }
@@ -143,7 +143,7 @@ def test_session_measures_when_told_to(tmp_path, monkeypatch):
 
     def run(preset, *, out_dir):
         asked.append((preset, out_dir))
-        return SimpleNamespace(path=path)
+        return SimpleNamespace(path=path, earlier=())
 
     monkeypatch.setitem(sys.modules, "labkit.experiments.acceptance", SimpleNamespace(run=run))
     session = Session(source="run", preset="ci", out_dir=str(tmp_path))

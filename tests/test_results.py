@@ -246,6 +246,14 @@ def test_other_columns_are_refused(tmp_path):
         load_runs("loop", path)
 
 
+def test_a_run_from_before_a_nullable_column_reads_as_unknown(tmp_path):
+    path = write(tmp_path)
+    pq.write_table(pq.read_table(path).drop_columns(["draft_prefill_ms"]), path)
+    resign(path)
+    assert load_runs("loop", path)["draft_prefill_ms"].isna().all()
+    assert check_run(path) == []
+
+
 def test_paths_that_are_no_runs(tmp_path):
     (tmp_path / "notes.txt").write_text("")
     for path, problem in (

@@ -126,6 +126,7 @@ def sweep(
         out_dir=out_dir or RUNS,
         device=device(),
         calibrate=True,
+        reuse=experiment == "attention",  # the other experiments' arms are only worth something interleaved
         backend_digest=_backend_digest,
         code_digest=code_digest([*_MEASURING, f"experiments/{experiment}.py"]),
         **options,

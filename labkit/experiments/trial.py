@@ -1,0 +1,142 @@
+"""`labkit try`: is a backend right, how fast is it here, and how far from the floor and from another backend?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from labkit.attention_table import cell_table
+from labkit.axes import parse_axes
+from labkit.errors import InputError
+from labkit.experiments import attention, common
+from labkit.ratios import ratio_table
+from labkit.shapes import AttentionShape, model_shape
+from labkit.style import format_tokens
+from labkit.worker import one_line, status_of
+
+# Small enough for the whole trial to take less than 30 s; longer contexts are a `--set context_len=` away.
+AXES: dict[str, common.Axes] = {
+    "cpu": {"context_len": [512, 4096], "q_len": [1, 5], "num_rounds": [7]},
+    "gpu": {"context_len": [4096, 32768, 131072], "q_len": [1, 8], "num_rounds": [21]},
+}
+
+
+def odd_shapes(model: str, q_dtype: str) -> list[AttentionShape]:
+    """A few sizes at which kernels break: one key, a full page and a key more, ragged batches, a verify block."""
+    heads = model_shape(model)
+    return [
+        AttentionShape(
+            batch_size=len(contexts), q_len=q_len, context_len=contexts, num_qo_heads=heads.num_qo_heads,
+            num_kv_heads=heads.num_kv_heads, head_dim=heads.head_dim, page_size=page_size, q_dtype=q_dtype,
+        )
+        for q_len, contexts, page_size in (
+            (1, (0,), 16), (1, (127, 16, 300), 16), (5, (128, 0, 59), 1), (8, (1000, 333), 16), (17, (110, 0), 64),
+        )
+    ]  # fmt: skip
+
+
+def try_backend(
+    backend: str, *, against: str | None = None, assignments: list[str] | None = None, full: bool = False
+) -> dict[str, Any]:
+    """Check a backend on odd shapes (``full``: `labkit.experiments.matrix.full_matrix`), then time it.
+
+    ``against`` is timed in the same rounds; ``assignments`` (``axis=v,..``, axes of `labkit run attention`) replace
+    the defaults.
+
+    Returns
+    -------
+    dict
+        backend, against, device, read_gb_per_s (measured now), correct, num_right, unsupported (reason -> shapes),
+        faults (request, query_row, head, key_tile of each wrong shape) and cells: those of `cell_table` with the ratio
+        of time to that of ``against`` (same rounds, 95% interval), or why a cell has no time. A wrong backend is not
+        timed, one that nothing could be checked on is not correct.
+
+    Raises InputError for an unknown backend or axis or ``against`` itself, BackendUnavailable where one cannot run.
+    """
+    from labkit.calibrate import read_bandwidth
+    from labkit.experiments.matrix import check_shapes, full_matrix
+
+    if backend == against:
+        raise InputError(f"--against must name another backend, got {against!r}")
+    kind, device = common.auto_preset(), common.device()
+    preset = attention.PRESETS[kind] | AXES[kind]
+    axes = preset | parse_axes(assignments or [], preset) | {"backend": [backend, *([against] if against else [])]}
+    points = attention.points(kind, **axes)
+    shapes = list(full_matrix()) if full else odd_shapes(axes["model"][0], axes["q_dtype"][0])
+    order = "permuted" if full else axes["page_order"][0]
+    checked = check_shapes(backend, shapes, device=device, page_order=order)
+    bandwidth = read_bandwidth(device)["median"]
+    cells = _timed(points, bandwidth, against) if not checked.faults else []
+    own = {cell["status"] for cell in cells if cell["backend"] == backend}
+    correct = not checked.faults and own <= {"ok", "unsupported", "oom"} and (checked.num_right > 0 or "ok" in own)
+    found = {"backend": backend, "against": against, "device": device, "read_gb_per_s": bandwidth, "correct": correct}
+    found |= {"num_right": checked.num_right, "worst_error": checked.worst_error, "faults": checked.faults}
+    return found | {"unsupported": dict(checked.unsupported), "cells": cells, "text": checked.to_text()}
+
+
+def _timed(points: list[dict[str, Any]], bandwidth: float, against: str | None) -> list[dict[str, Any]]:
+    """Every cell of the points, in turn: its backends interleaved, one record per backend."""
+    records: list[dict[str, Any]] = []
+    for _, group in groupby(points, key=lambda point: point["group"]):
+        cell, frames = list(group), []
+        for point, outcome in zip(cell, attention.measure(cell), strict=True):
+            if isinstance(outcome, Exception):
+                records.append(point | {"status": status_of(outcome), "reason": one_line(outcome)})
+            else:
+                frames.append(pd.DataFrame([point | sample for sample in outcome]).assign(run_id="now", status="ok"))
+        if not frames:
+            continue
+        rows = pd.concat(frames, ignore_index=True)
+        table = cell_table(rows, bandwidth).assign(status="ok", ratio=np.nan, ratio_low=np.nan, ratio_high=np.nan)
+        is_other = rows["backend"] == against
+        if len(frames) > 1:
+            ratio = ratio_table(rows[is_other], rows[~is_other], ignoring=["backend"]).iloc[0]
+            names = ["ratio", "ratio_low", "ratio_high"]
+            table.loc[table["backend"] != against, names] = ratio[names].to_numpy(float)
+        plain = table.astype(object).where(table.notna(), None)
+        records += [{str(name): value for name, value in row.items()} for _, row in plain.iterrows()]
+    return records
+
+
+def render(found: dict[str, Any]) -> str:
+    """The outcome as text: what was checked, then one line per cell and backend."""
+    lines = [f"{found['backend']} on {found['device']}: {found['text']}"]
+    if not found["cells"]:
+        return "\n".join(lines)
+    lines.append(
+        f"read bandwidth now {found['read_gb_per_s']:,.0f} GB/s; floor: keys and values read once; median times"
+    )
+    row = "{:>8} {:>3} {:>5}  {:<20} {:>10} {:>8} {:>8} {:>6}  {:<20}  {}"
+    versus = f"time / {found['against']}" if found["against"] else ""
+    lines.append(
+        row.format("context", "q", "batch", "backend", "us", "x floor", "programs", "splits", versus, "kernel")
+    )
+    for cell in found["cells"]:
+        where = [format_tokens(cell["context_len"]), cell["q_len"], cell["batch_size"], cell["backend"]]
+        if cell["status"] != "ok":
+            lines.append(row.format(*where, cell["status"], "", "", "", "", cell["reason"]))
+            continue
+        counts = ["-" if cell[name] is None else round(cell[name]) for name in ("num_programs", "num_splits")]
+        ratio = "" if cell["ratio"] is None else "{ratio:.2f} [{ratio_low:.2f}, {ratio_high:.2f}]".format(**cell)
+        time, over = f"{cell['attention_us']:,.1f}", f"{cell['over_floor']:.2f}"
+        lines.append(row.format(*where, time, over, *counts, ratio, cell["kernel"]))
+    return "\n".join(lines)
+
+
+def run_from_arguments(arguments: argparse.Namespace) -> int:
+    """`labkit try` with parsed arguments. 0 when the backend is right, else 1."""
+    if arguments.backend_file:
+        from labkit.attention.api import load_backend_file
+
+        load_backend_file(arguments.backend_file)
+    found = try_backend(
+        arguments.backend, against=arguments.against, assignments=arguments.assignments, full=arguments.full
+    )
+    shown = {name: value for name, value in found.items() if name != "text"}
+    print(json.dumps(shown, indent=1, default=str, allow_nan=False) if arguments.json else render(found))
+    return 0 if found["correct"] else 1
