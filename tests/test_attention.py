@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from labkit.attention.api import AttentionSpec, max_error, prepare
-from labkit.attention.inputs import check, make_inputs, verify_backend
+from labkit.attention.inputs import check, expect, make_inputs, verify_backend
 from labkit.attention.reference import eager, oracle
 from labkit.errors import WrongResult
 from labkit.shapes import AttentionShape
@@ -187,3 +187,13 @@ def test_backends_on_the_gpu(q_len, context_len, backend, dtype):
     for heads, head_dim, page_size in (((9, 3), 64, 16), ((32, 8), 128, 64), ((24, 4), 256, 1)):
         shape = make_shape(q_len, context_len, heads, head_dim, page_size, dtype)
         verify_backend(backend, shape, generator=generator, device="cuda")
+
+
+def test_values_of_another_head_show(generator):
+    """Right keys with a neighbour's values are caught by the planted values alone."""
+    q, cache = make_inputs(make_shape(2, 200, dtype="bfloat16"), generator=generator)
+    call = prepare(q, cache, backend="sdpa", spec=WITH_LSE)
+    expected = expect(q, cache, WITH_LSE)
+    cache.v.copy_(cache.v.flip(-2))
+    with pytest.raises(WrongResult, match="query head"):
+        check(call, cache, WITH_LSE, expected)

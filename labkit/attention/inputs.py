@@ -92,14 +92,17 @@ def _request_keys(q: Tensor, kv_len: int, shape: AttentionShape, generator: torc
     k[position] = keys[plant % num_rows // shape.group_size, plant % shape.group_size]
     v[position] = 0.0
     sign = torch.randint(2, plant.shape, generator=generator, device=generator.device).to(q.device) * 2.0 - 1.0
-    v[position, :, plant // num_rows % shape.head_dim] = (PLANTED_VALUE * sign)[:, None]
+    # Each KV head has its value in another dimension: the right keys with a neighbour's values must show.
+    head = torch.arange(shape.num_kv_heads, device=q.device)
+    dim = (plant[:, None] // num_rows + head) % shape.head_dim
+    v[position[:, None], head, dim] = (PLANTED_VALUE * sign)[:, None]
     # Along the causal edge each new token dominates its own row, which sees it, and the row before, which does not.
     edge = torch.arange(shape.q_len, device=q.device)
     own = keys[edge, edge % shape.group_size]
     k[kv_len - shape.q_len :] = own
     k[kv_len - shape.q_len + 1 :] += own[:-1]
     v[kv_len - shape.q_len :] = 0.0
-    v[kv_len - shape.q_len + edge, :, edge % shape.head_dim] = PLANTED_VALUE
+    v[kv_len - shape.q_len + edge[:, None], head, (edge[:, None] + head) % shape.head_dim] = PLANTED_VALUE
     return k, v
 
 

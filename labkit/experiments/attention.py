@@ -81,8 +81,8 @@ _MORE_GRIDS: dict[str, list[common.Axes]] = {
         },
         {"backend": _LIBRARIES, "context_len": _CONTEXTS, "q_len": [2, 32, 4, 16], "batch_size": [1]},
         {
-            "backend": [*_LIBRARIES, "triton_nosplit", "flashinfer_auto"],
-            "model": ["64/8/128"],
+            "backend": [*_LIBRARIES, "triton_nosplit", "triton_decode8"],
+            "model": ["32/8/128"],
             "context_len": [200, 500, 1000, 2000],
             "q_len": [8, 1],
             "batch_size": [1],
