@@ -1,5 +1,6 @@
 """What verify attention costs: time per layer against context beside its floor, and the share of the read bandwidth."""
 
+import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from textwrap import shorten
@@ -183,11 +184,12 @@ def _chosen(df: pd.DataFrame, backends: Sequence[str] | None) -> tuple[pd.DataFr
 
 
 def verify_q_len(table: pd.DataFrame, q_len: int | None) -> int:
-    """``q_len``, or the largest of the table; InputError when it was not measured."""
-    known = sorted(table["q_len"].unique())
-    if q_len is not None and q_len not in known:
-        raise InputError(f"q_len: want one of {', '.join(map(str, known))}; got {q_len}")
-    return int(known[-1] if q_len is None else q_len)
+    """``q_len``, or the largest of those with most backends in the table; InputError when it was not measured."""
+    backends = table.groupby("q_len")["backend"].nunique()
+    if q_len is not None and q_len not in backends.index:
+        raise InputError(f"q_len: want one of {', '.join(map(str, backends.index))}; got {q_len}")
+    verify = backends[backends.index > 1] if (backends.index > 1).any() else backends
+    return int(verify[verify == verify.max()].index.max() if q_len is None else q_len)
 
 
 def _draw_curves(
@@ -246,8 +248,18 @@ def _tag_kernels(segments: list[pd.DataFrame], column: str, style: SeriesStyle, 
         left, right = before.iloc[-1], after.iloc[0]
         x = float(np.sqrt(left["context_len"] * right["context_len"]))
         low, high = sorted((left[column], right[column]))
-        names = " | ".join(shorten(str(end["kernel"]), 24, placeholder="...") for end in (left, right))
-        notes.add([(names, style.color)], stretch=(x, low, high))
+        notes.add([(_change_of_kernel(str(left["kernel"]), str(right["kernel"])), style.color)], stretch=(x, low, high))
+
+
+def _change_of_kernel(before: str, after: str) -> str:
+    """``unsplit | split merge_kernel``: only the words in which two kernel names differ, without template digits."""
+    words = [re.findall(r"[\w#]+", name) for name in (before, after)]
+    shown = []
+    for own, other in (words, words[::-1]):
+        differing = dict.fromkeys(word.split("#")[0] for word in own if word not in other)
+        new = [word for word in differing if word not in {w.split("#")[0] for w in other}] or list(differing)
+        shown.append(shorten(" ".join(new), 26, placeholder="..."))
+    return " | ".join(shown)
 
 
 def _with_slope(name: str, slope: float) -> str:

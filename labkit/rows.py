@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 
 from labkit.errors import InputError
+from labkit.schema import COUNT, EXPERIMENTS
 
 FORCED_ORIGINS = ("forced", "synthetic", "simulated")
 
@@ -35,7 +36,10 @@ def ok_rows(df: pd.DataFrame, what: str, columns: Iterable[str]) -> pd.DataFrame
         statuses = df["status"].value_counts().to_dict() if "status" in df else {}
         found = ", ".join(f"{count} {status}" for status, count in statuses.items()) or "no rows at all"
         raise InputError(f"{what} rows: none has status ok ({found})")
-    return rows
+    # Counts beside failed points, which have none, were read as floats.
+    counts = [c.name for c in EXPERIMENTS.get(what, ()) if c.type == COUNT and c.name in rows]
+    whole = [name for name in counts if pd.api.types.is_float_dtype(rows[name]) and rows[name].notna().all()]
+    return rows.astype(dict.fromkeys(whole, "int64"))
 
 
 def distinct(df: pd.DataFrame, column: str) -> list[Any]:
