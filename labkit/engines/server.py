@@ -1,0 +1,75 @@
+"""What a log or server-info page says about the server: engine, version, arguments, attention backends as named."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from labkit.engines.tables import formats
+
+_ARGUMENT = re.compile(r"""['"]?(\w+)['"]?\s*[=:]\s*('[^']*'|"[^"]*"|[\w.+/-]+)""")
+_ARGUMENT_LINES = {"server_args=": "sglang", "non-default args:": "vllm", "LLM engine (v": "vllm"}
+_GPU = re.compile(r"NVIDIA ([A-Z]{1,4}\d{2,4}\w*(?: \w+)?)|(RTX [\w ]{4,40}?)(?=[,;)]|$)")
+# Arguments that say nothing about cost may hold secrets and are not kept.
+_KEPT = re.compile(
+    r"attention|speculative|spec_|num_spec|method|backend|page_size|block_size|kv_cache_dtype|^dtype|cuda_graph|enforce_eager"
+    r"|tp_size|tensor_parallel|max_running|max_num_seqs|context_length|max_model_len|quantization|synthetic|rejection"
+)
+
+
+@dataclass
+class Server:
+    """Collected facts. ``named`` holds backends by the role the engine printed them for, ``args`` arguments as text."""
+
+    engine: str = ""
+    version: str | None = None
+    model: str | None = None
+    gpu: str | None = None
+    args: dict[str, str] = field(default_factory=dict)
+    named: dict[str, str] = field(default_factory=dict)
+
+    def take_line(self, text: str) -> bool:
+        """Look at one log line; whether it told something."""
+        if gpu := _GPU.search(text):
+            self.gpu = (gpu[1] or gpu[2]).strip()
+        for mark, engine in _ARGUMENT_LINES.items():
+            if mark in text:
+                self.engine = engine
+                self.take_args(dict(_ARGUMENT.findall(text.partition(mark)[2])))
+        for item in formats("server"):
+            if match := item.pattern.search(text):
+                self.engine = item.engine
+                for name, value in match.groupdict().items():
+                    if name == "version":
+                        self.version = value
+                    else:  # vLLM prints a second automatic pick only when it differs: the drafter's
+                        second = item.engine == "vllm" and self.named.get(name, value) != value
+                        self.named["draft" if second else name] = (
+                            value.replace(" ", "_").upper() if " " in value else value
+                        )
+                return True
+        return False
+
+    def take_args(self, args: Mapping[str, Any]) -> None:
+        """Keep the arguments that bear on cost; texts "None" and "" count as unset."""
+        for name, value in args.items():
+            text = str(value).strip("'\"")
+            if isinstance(value, dict):
+                self.take_args(value)
+            elif text in ("None", "", "null") or isinstance(value, list):
+                continue
+            elif name in ("model_path", "model"):
+                self.model = self.model or text
+            elif name == "version":
+                self.version = text
+            elif _KEPT.search(name):
+                self.args[name] = text[:200]
+
+    def number(self, *names: str) -> int | None:
+        """The first of these arguments that is a whole number."""
+        return next((int(self.args[name]) for name in names if self.args.get(name, "").isdigit()), None)
+
+    @property
+    def imposed(self) -> bool:
+        """Whether the server was told which acceptance to have."""
+        return any("synth" in name for name in self.args) or self.args.get("rejection_sample_method") == "synthetic"
