@@ -59,8 +59,8 @@ class Reader:
         self.engine, self.metrics, self.notes = engine, MetricsPages(), list[str]()
         self._start()
 
-    def _start(self) -> None:
-        self.server, self.blocks = Server(), clients.Blocks()
+    def _start(self, server: Server | None = None) -> None:
+        self.server, self.blocks = server or Server(), clients.Blocks()
         self.sglang, v, ll = sglang.SglangLog(self.server), vllm.VllmLog(), llamacpp.LlamaCppLog()
         self.handlers: dict[tuple[str, str], LineHandler] = {
             ("sglang", "decode line"): self.sglang.decode_line,
@@ -79,15 +79,15 @@ class Reader:
         }
         self.lines = [item for item in formats("labels", "regex") if self.engine in ("auto", item.engine)]
 
-    def read(self, path: str | Path) -> Iterator[Record]:
-        """Records of one file.
+    def read(self, path: str | Path, server: Server | None = None) -> Iterator[Record]:
+        """Records of one file. ``server``: facts that hold for several files of one server.
 
         Raises
         ------
         InputError
             No such file, broken JSON or gzip, a gzip bomb.
         """
-        self._start()
+        self._start(server)
         source = Input(path)
         graphs: set[bool] = set()
         try:

@@ -58,7 +58,7 @@ class Input:
             if not Path(path).is_file():
                 problem = "a folder" if Path(path).is_dir() else "no such file"
                 raise InputError(f"{path}: {problem}; wanted a log, metrics page, result file or trace (- is stdin)")
-            self.size, file = Path(path).stat().st_size, Path(path).open("rb")
+            self.size, file = Path(path).stat().st_size, Path(path).open("rb")  # noqa: SIM115
         self._raw = _Counted(file)
         buffered = io.BufferedReader(self._raw, 1 << 20)
         self._gzip = buffered.peek(2)[:2] == b"\x1f\x8b"

@@ -12,7 +12,7 @@ _ARGUMENT_LINES = {"server_args=": "sglang", "non-default args:": "vllm", "LLM e
 _GPU = re.compile(r"NVIDIA ([A-Z]{1,4}\d{2,4}\w*(?: \w+)?)|(RTX [\w ]{4,40}?)(?=[,;)]|$)")
 # Arguments that say nothing about cost may hold secrets and are not kept.
 _KEPT = re.compile(
-    r"attention|speculative|spec_|num_spec|method|backend|page_size|block_size|kv_cache_dtype|^dtype|cuda_graph|enforce_eager"
+    r"attention|speculative|spec_|num_spec|method|backend|page_size|block_size|kv_cache_dtype|^dtype|cuda_?graph|enforce_eager"
     r"|tp_size|tensor_parallel|max_running|max_num_seqs|context_length|max_model_len|quantization|synthetic|rejection"
 )
 
@@ -54,8 +54,9 @@ class Server:
         """Keep the arguments that bear on cost; texts "None" and "" count as unset."""
         for name, value in args.items():
             text = str(value).strip("'\"")
-            if isinstance(value, dict):
-                self.take_args(value)
+            if isinstance(value, dict):  # the drafter's backend and model are not the target's
+                own = ("model", "backend", "attention_backend")
+                self.take_args({f"{name}.{inner}" if inner in own else inner: text for inner, text in value.items()})
             elif text in ("None", "", "null") or isinstance(value, list):
                 continue
             elif name in ("model_path", "model"):
