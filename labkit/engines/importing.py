@@ -98,6 +98,13 @@ class Reader:
             source.close()
             self.notes += [f"{source.name}: {note}" for note in source.notes]
 
+    def read_text(self, text: str, name: str) -> Iterator[Record]:
+        """Records of a text that is already in memory, as `read` gives them for a file."""
+        self._start()
+        graphs: set[bool] = set()
+        found = self._lines(enumerate(text.splitlines(), start=1), name)
+        yield from (self.finish(record, graphs) for record in itertools.chain(found, self._at_end()))
+
     def finish(self, record: Record, graphs: set[bool] | None = None) -> Record:
         """Add what the server told, and what the checks find."""
         from labkit.engines.roles import resolve_roles
@@ -185,6 +192,8 @@ def _details_of_requests(record: Record, node: Mapping[str, Any]) -> None:
     gaps, lengths, ttfts = node.get("itls"), numbers(node.get("output_lens")), numbers(node.get("ttfts"))
     if isinstance(gaps, list) and lengths and all(isinstance(gap, list) for gap in gaps):
         record.details["tokens_per_chunk"] = sum(lengths) / sum(len(gap) + 1 for gap in gaps)
+    if (second := record.details.get("ttst_ms")) and (itl := record.details.get("itl_ms")):
+        record.details["tokens_per_step"] = second / itl  # the second token comes with the first whole step
     if len(ttfts) > 2:
         rest = sorted(ttfts[1:])[(len(ttfts) - 1) // 2]
         record.details |= {"ttft_first_ms": 1000 * ttfts[0], "ttft_rest_median_ms": 1000 * rest}

@@ -121,3 +121,5 @@ def _run_between(before: _Scrape, after: _Scrape, window: Record) -> None:
         window.mean_acceptance_length = (tokens - changed.get("num_requests", 0)) / steps
     if (iterations := changed.get("num_iterations")) and changed.get("iteration_tokens"):
         window.details["tokens_per_iteration"] = changed["iteration_tokens"] / iterations
+    if (seconds := changed.get("itl_s")) and changed.get("num_itl"):
+        window.details["inverse_itl_tokens_per_s"] = changed["num_itl"] / seconds

@@ -106,4 +106,5 @@ def difference(before: Record, after: Record) -> Record | None:
         setattr(window, name, new - old if known else None)
         if known and new < old:
             return None
-    return window.derive() if window.steps or window.num_drafted_tokens else None
+    counted = [getattr(window, name) for name in COUNTS if getattr(window, name) is not None]
+    return window.derive() if any(counted) or not counted else None
