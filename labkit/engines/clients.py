@@ -1,11 +1,14 @@
 """TensorRT-LLM's and the load tools' JSON, and console blocks of labelled lines of any tool."""
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
+from labkit.engines import llamacpp, sglang, vllm
 from labkit.engines.record import Record
-from labkit.engines.tables import at, formats, labelled, number, numbers
+from labkit.engines.tables import Format, at, formats, labelled, number, numbers
 
+MODULES = {"sglang": sglang, "vllm": vllm, "llamacpp": llamacpp}
 _MAX_BLOCK_LINES = 120
 _REPEATED_STARTS = ("Serving Benchmark Result", "total_num_output_tokens")
 
@@ -84,9 +87,15 @@ class Blocks:
     def flush(self) -> list[Record]:
         """The record of the open block, of the most specific format whose figure is there."""
         start, values, self.start, self.left = self.start, self.values, "", 0
-        found = [item for item in formats("block") if item.mark == start and item.needs[0] in values]
-        return (
-            [max(found, key=lambda item: item.kind == "bench_serving console").record(values, self.place)]
-            if found
-            else []
-        )
+        found = [item for item in formats("block") if item.mark == start and item.needs in values]
+        best = max(found, key=lambda item: item.kind == "bench_serving console", default=None)
+        return [finish(best, best.record(values, self.place), {})] if best else []
+
+
+def finish(item: Format, record: Record, node: Mapping[str, Any]) -> Record:
+    """Do what the table cannot, by the function that the format names."""
+    if item.then:
+        home = MODULES.get(item.engine)
+        getattr(home if hasattr(home, item.then) else sys.modules[__name__], item.then)(record, node)
+    # A run's throughput is over its wall time: no step time from it.
+    return record.derive() if record.scope != "run" or record.steps else record

@@ -10,7 +10,7 @@ from labkit.engines.tables import number, numbers
 _SLOT = re.compile(r"id\s+(\d+)")
 
 
-class LlamaCppLog:
+class Log:
     """A slot's prompt, eval and draft lines belong together; statistics lines are running totals per drafter."""
 
     def __init__(self) -> None:
@@ -25,29 +25,41 @@ class LlamaCppLog:
     def slot_line(self, record: Record, values: Mapping[str, str], text: str) -> list[Record]:
         """All drafters of one request."""
         printed, state = record.mean_acceptance_length, self.slots.pop(_slot(text), {})
-        rates = record.acceptance_rate_per_pos
-        record.num_speculative_tokens = len(rates) if rates else None
         request_steps(record, state.get("output_tokens"), state.get("decode_ms_total"), state.get("prompt_tokens"))
         if printed and record.num_verify_steps is None:
-            record.zero_draft_steps, above = "excluded", printed - 1
-            if above and (record.num_accepted_tokens or 0) * 0.005 / above**2 < 0.5:
-                record.num_drafted_steps = round((record.num_accepted_tokens or 0) / above)
-        elif printed is None and record.num_verify_steps is None:
+            record.zero_draft_steps = "excluded"
+            record.steps_from_length(printed - 1)
+        elif record.num_verify_steps is None:
             record.warn("steps are not printed here, so the length is unknown; the eval time line would give them")
         return [record.derive()]
 
     def statistics(self, record: Record, values: Mapping[str, str], text: str) -> list[Record]:
         """Totals of one drafter since the start of the process, and the window since its line before."""
         drafter = text.partition("statistics ")[2].partition(":")[0]
-        rates, steps = record.acceptance_rate_per_pos, record.num_drafted_steps
-        record.num_speculative_tokens, record.details["drafter"] = len(rates) if rates else None, drafter
-        times = numbers(values.get("dur(b,g,a)"))
+        times, record.details["drafter"] = numbers(values.get("dur(b,g,a)")), drafter
         record.details.pop("draft_ms_total", None)
-        if steps and len(times) == 3:
-            record.details["draft_ms"] = times[1] / steps
+        if record.num_drafted_steps and len(times) == 3:
+            record.details["draft_ms"] = times[1] / record.num_drafted_steps
         window = difference(self.totals[drafter], record) if drafter in self.totals else None
         self.totals[drafter] = record.derive()
         return [record] + ([window] if window else [])
+
+    def bench_row(self, record: Record, values: Mapping[str, str], text: str) -> list[Record]:
+        """A table row of one plain setting; ``pp`` rows give the time of one forward of q_len tokens."""
+        rate, forward = record.output_tokens_per_s, record.details.get("forward_tokens_per_s")
+        record.batch_size, record.context_len = record.batch_size or 1.0, record.context_len or 0.0
+        if forward:
+            record.step_ms = 1000 * record.details["q_len"] / forward
+        elif rate:
+            record.mean_acceptance_length, record.step_ms = 1.0, 1000 * record.batch_size / rate
+            record.context_len += record.details.get("output_tokens", 0) / 2
+        record.step_ms_source = "derived"
+        return [record]
+
+    def spec_bench_row(self, record: Record, values: Mapping[str, str], text: str) -> list[Record]:
+        """A row with rounds, so its length is exact."""
+        record.batch_size, record.details["workload"] = 1.0, values["workload"]
+        return [record.derive()]
 
 
 def _slot(text: str) -> str:
@@ -60,8 +72,7 @@ def request_steps(record: Record, output: float | None, ms: float | None, prompt
         return
     record.details["output_tokens"], record.batch_size = output, 1.0
     steps = round(output - (record.num_accepted_tokens or 0) - 1)
-    if ms:
-        record.output_tokens_per_s = 1000 * output / ms
+    record.output_tokens_per_s = 1000 * output / ms if ms else record.output_tokens_per_s
     if prompt is not None:
         record.context_len, record.details["prompt_tokens"] = prompt + output / 2, prompt
     if record.num_drafted_tokens is None:
@@ -83,26 +94,6 @@ def timings(record: Record, node: Mapping[str, Any]) -> None:
     request_steps(record, number(node.get("predicted_n")), number(node.get("predicted_ms")), context)
     if 0 < prompt < 16:
         record.warn("only a few prompt tokens were not cached: the prompt rate means nothing")
-
-
-def bench_row(record: Record, values: Mapping[str, str], text: str) -> list[Record]:
-    """A table row of one plain setting; ``pp`` rows give the time of one forward of q_len tokens."""
-    rate, tokens = record.output_tokens_per_s, record.details.get("output_tokens")
-    record.batch_size, record.context_len = record.batch_size or 1.0, record.context_len or 0.0
-    if (q_len := record.details.get("q_len")) and record.details.get("forward_tokens_per_s"):
-        record.step_ms = 1000 * q_len / record.details["forward_tokens_per_s"]
-    elif rate:
-        record.mean_acceptance_length, record.step_ms = 1.0, 1000 * record.batch_size / rate
-        record.context_len += (tokens or 0) / 2
-    record.step_ms_source = "derived"
-    return [record]
-
-
-def spec_bench_row(record: Record, values: Mapping[str, str], text: str) -> list[Record]:
-    """A row with rounds, so its length is exact."""
-    rates, record.batch_size = record.acceptance_rate_per_pos, 1.0
-    record.num_speculative_tokens, record.details["workload"] = len(rates) if rates else None, values["workload"]
-    return [record.derive()]
 
 
 def program(record: Record, node: Mapping[str, Any]) -> None:

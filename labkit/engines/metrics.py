@@ -41,12 +41,9 @@ class _Scrape:
                 record.warn(f"{name} is a gauge per rank; a mean of ranks is no pooled value, so it is left out")
         if rows := record.details.get("num_draft_tokens_with_root"):
             record.num_speculative_tokens = round(rows) - 1
-        steps, drafted = record.num_drafted_steps, record.num_drafted_tokens
+        steps = record.num_drafted_steps
         if steps and self.positions:
             record.acceptance_rate_per_pos = [self.positions[i] / steps for i in range(max(self.positions) + 1)]
-            record.num_speculative_tokens = len(record.acceptance_rate_per_pos)
-        elif steps and drafted and drafted % steps == 0:
-            record.num_speculative_tokens = drafted // steps
         if steps is None and record.mean_acceptance_length is not None:
             record.scope = "window"
         return record.derive()
@@ -60,17 +57,15 @@ class MetricsPages:
         self.open: dict[str, _Scrape] = {}
         self.before: dict[str, tuple[_Scrape, Record]] = {}
 
-    def feed(self, text: str, place: str) -> list[Record] | None:
-        """Records of a scrape that this sample ends; None where the line is no sample of a known engine."""
-        if (match := SAMPLE.match(text)) is None:
-            return None
+    def feed(self, text: str, place: str) -> list[Record]:
+        """Records of a scrape that this sample (a line that `SAMPLE` matches) ends."""
         from prometheus_client.parser import text_string_to_metric_families
 
         try:
             samples = [sample for family in text_string_to_metric_families(text + "\n") for sample in family.samples]
         except ValueError:  # cut off inside the labels
             return []
-        done, item = [], self.formats[match[1]]
+        done, item = [], next(item for engine, item in self.formats.items() if text.startswith(engine))
         for sample in samples:
             name, value = sample.name[len(item.engine) + 1 :], float(sample.value)
             key = (name, str(sorted(sample.labels.items())))

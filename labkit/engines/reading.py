@@ -1,6 +1,6 @@
 """Lines of a log, however it was captured: gzip, stdin, CRLF, ANSI colour, docker and journald envelopes.
 
-Memory is bounded whatever comes: a longer line is dropped and counted, gzip is expanded chunk by chunk.
+Memory is bounded whatever comes: a longer line is dropped and named, gzip is expanded chunk by chunk.
 """
 
 import gzip
@@ -11,89 +11,68 @@ import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from labkit.errors import InputError
 from labkit.progress import progress
 
-MAX_LINE_BYTES = 64 << 20  # one JSON line with per-request details may be long
+MAX_LINE_BYTES = 64 << 20  # one JSON line with the details of every request may be long
 MAX_LOG_CHARACTERS = 1 << 14  # no engine prints a longer log line; patterns never see more
 MAX_DOCUMENT_BYTES = 64 << 20
-MAX_EXPANSION, FREE_EXPANSION_BYTES = 200, 1 << 28
-_PROGRESS_BYTES = 64 << 20
+MAX_EXPANSION, FREE_EXPANSION_BYTES, _PROGRESS_BYTES = 200, 1 << 28, 64 << 20
 _ANSI = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]{0,256}(?:\x07|\x1b\\)")
 _ENVELOPES = ("log", "MESSAGE")  # docker's json-file driver; journalctl -o json
-
-
-class _Counted(io.RawIOBase):
-    """A file that tells how much of it was read."""
-
-    def __init__(self, file: IO[bytes]):
-        self.file, self.count = file, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        data = self.file.read(len(buffer))
-        buffer[: len(data)] = data
-        self.count += len(data)
-        return len(data)
+_DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile)
 
 
 class Input:
-    """A file, ``-`` for stdin, opened as decompressed bytes.
-
-    Raises
-    ------
-    InputError
-        No such file, a folder, or a gzip file that expands beyond reason.
-    """
+    """A file, ``-`` for stdin, read as decompressed bytes. Raises InputError where there is no such file."""
 
     def __init__(self, path: str | Path):
-        self.name, self.notes = str(path), list[str]()
+        self.name, self.notes, self.size = str(path), list[str](), 0
+        self._raw: Any
         if self.name == "-":
-            self.name, self.size, file = "stdin", None, sys.stdin.buffer
+            self.name, self._raw = "stdin", sys.stdin.buffer
+        elif not Path(path).is_file():
+            problem = "a folder" if Path(path).is_dir() else "no such file"
+            raise InputError(f"{path}: {problem}; wanted a log, metrics page, result file or trace (- is stdin)")
         else:
-            if not Path(path).is_file():
-                problem = "a folder" if Path(path).is_dir() else "no such file"
-                raise InputError(f"{path}: {problem}; wanted a log, metrics page, result file or trace (- is stdin)")
-            self.size, file = Path(path).stat().st_size, Path(path).open("rb")  # noqa: SIM115
-        self._raw = _Counted(file)
-        buffered = io.BufferedReader(self._raw, 1 << 20)
-        self._gzip = buffered.peek(2)[:2] == b"\x1f\x8b"
-        self.file = io.BufferedReader(gzip.GzipFile(fileobj=buffered), 1 << 20) if self._gzip else buffered
-        self._expanded, self._bar = 0, None
-        if (self.size or 0) > _PROGRESS_BYTES:
-            self._bar = progress((self.size or 0) >> 20, f"read {Path(path).name} MiB")
+            self.size, self._raw = Path(path).stat().st_size, Path(path).open("rb")  # noqa: SIM115
+        self._gzip = self._raw.peek(2)[:2] == b"\x1f\x8b"
+        self.file: Any = io.BufferedReader(gzip.GzipFile(fileobj=self._raw), 1 << 20) if self._gzip else self._raw
+        self._expanded, self._shown = 0, 0
+        self._bar = progress(self.size >> 20, f"read {Path(path).name} MiB") if self.size > _PROGRESS_BYTES else None
 
     def start(self, size: int = 1 << 16) -> bytes:
         """The first bytes, without taking them."""
         try:
             return self.file.peek(size)[:size]
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        except _DAMAGED as error:
             raise InputError(f"{self.name}: wanted a gzip file, got {error}") from error
 
     def read(self, size: int, line: bool = False) -> bytes:
-        """At most ``size`` bytes, at most one line when asked; b"" at the end or where a gzip file is cut off."""
-        done = self._raw.count
+        """At most ``size`` bytes, at most one line when asked; b"" at the end or where a gzip file is cut off.
+
+        Raises InputError for a gzip file that expands beyond reason.
+        """
         try:
             data = self.file.readline(size) if line else self.file.read(size)
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        except _DAMAGED as error:
             self.notes.append(f"the gzip file is damaged or cut off ({error}); what came before it was read")
             return b""
         self._expanded += len(data)
-        if self._gzip and self._expanded > max(FREE_EXPANSION_BYTES, MAX_EXPANSION * max(self._raw.count, 1)):
+        if self._gzip and self._expanded > max(FREE_EXPANSION_BYTES, MAX_EXPANSION * self.size):
             raise InputError(f"{self.name}: expands more than {MAX_EXPANSION} times; wanted a log, not a gzip bomb")
-        if self._bar is not None and (self._raw.count >> 20) > (done >> 20):
-            self._bar.update((self._raw.count >> 20) - (done >> 20))
+        if self._bar is not None and (done := self._raw.tell() >> 20) > self._shown:
+            self._bar.update(done - self._shown)
+            self._shown = done
         return data
 
     def close(self) -> None:
         """Close the file and its progress bar."""
         if self._bar is not None:
             self._bar.close()
-        self._raw.file.close()
+        self._raw.close()
 
     def lines(self) -> Iterator[tuple[int, str]]:
         """Line number from 1, and text without colour and envelope.
@@ -115,13 +94,13 @@ class Input:
 
 def clean(text: str) -> str:
     """A line without colour, and without the JSON that docker or journald put around it."""
-    if "\x1b" in text:
-        text = _ANSI.sub("", text)
+    text = _ANSI.sub("", text) if "\x1b" in text else text
     if text.startswith("{") and any(f'"{name}"' in text[:4096] for name in _ENVELOPES):
         content = load_json(text)
-        if isinstance(content, dict):
-            inner = [content[name] for name in _ENVELOPES if isinstance(content.get(name), str)]
-            return _ANSI.sub("", inner[0]).strip() if inner else text
+        inner = [
+            content[name] for name in _ENVELOPES if isinstance(content, dict) and isinstance(content.get(name), str)
+        ]
+        return _ANSI.sub("", inner[0]).strip() if inner else text
     return text
 
 

@@ -4,7 +4,7 @@ Letters in this package: S verify steps, S1 those with a draft, A accepted and D
 """
 
 import copy
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 COUNTS = ("num_verify_steps", "num_drafted_steps", "num_drafted_tokens", "num_accepted_tokens")
@@ -14,24 +14,11 @@ COUNTS = ("num_verify_steps", "num_drafted_steps", "num_drafted_tokens", "num_ac
 class Record:
     """What one line, response, metrics page or result file says. Unknown is None, never 0.
 
-    Attributes
-    ----------
-    scope
-        window (since the last line), request, run (one load test), since_start (of the server).
-    definition
-        What the source's acceptance figure counts, in words.
-    zero_draft_steps
-        Whether steps without a draft are in the source's step count: counted, excluded, unknown.
-    mean_acceptance_length
-        Tokens per step, bonus counted; over S1 instead of S where zero_draft_steps is "excluded".
-    batch_size, context_len
-        Running requests; mean tokens in the cache per running request.
-    step_ms, step_ms_source
-        ms per step of the whole batch; "printed", or "derived" from batch, length and throughput.
-    backend
-        Attention backend by role, as far as the source has told by then.
-    details
-        Further figures under labkit names with units (ttft_ms, tpot_ms, itl_ms, output_tokens, duration_s, ...).
+    scope: window (since the last line), request, run (one load test) or since_start (of the server). definition: what
+    the acceptance figure counts. mean_acceptance_length: tokens per step, bonus counted, over S1 instead of S where
+    zero_draft_steps is "excluded". batch_size: running requests; context_len: mean tokens in the cache of each.
+    step_ms: of the whole batch, "printed" or "derived". backend: by role, as far as told by then. details: further
+    figures under labkit names with units (ttft_ms, itl_ms, output_tokens, ...).
     """
 
     engine: str
@@ -65,7 +52,7 @@ class Record:
 
     def to_dict(self) -> dict[str, Any]:
         """Every field by name, for JSON."""
-        return {item.name: getattr(self, item.name) for item in fields(self)}
+        return asdict(self)
 
     def warn(self, text: str) -> None:
         """Add a warning once."""
@@ -78,7 +65,7 @@ class Record:
         return self.num_drafted_steps if self.num_verify_steps is None else self.num_verify_steps
 
     def derive(self) -> "Record":
-        """Fill length, rate and step time from counts and throughput; returns itself.
+        """Fill length, rate, k and step time from counts and throughput; returns itself.
 
         Printed figures stay where they cannot be derived. The step time is batch_size x length / throughput. That
         holds where neither changes: a window with prefill, idle or stalled time in it gives none.
@@ -88,11 +75,21 @@ class Record:
             self.mean_acceptance_length = 1 + accepted / steps
         if drafted and accepted is not None:
             self.draft_acceptance_rate = accepted / drafted
+        if self.num_speculative_tokens is None and self.acceptance_rate_per_pos:
+            self.num_speculative_tokens = len(self.acceptance_rate_per_pos)
+        elif self.num_speculative_tokens is None and steps and drafted and drafted % steps == 0:
+            self.num_speculative_tokens = drafted // steps
         batch, length, rate = self.batch_size, self.mean_acceptance_length, self.output_tokens_per_s
         steady = not (self.prefill_mixed or self.details.get("after_idle") or self.details.get("stalled"))
         if batch and length and rate and steady and self.step_ms is None:
             self.step_ms, self.step_ms_source = 1000 * batch * length / rate, "derived"
         return self
+
+    def steps_from_length(self, above: float) -> None:
+        """S1 = A / (length - 1), where two decimals of the length make that exact."""
+        accepted = self.num_accepted_tokens or 0
+        if self.num_drafted_steps is None and above > 0 and accepted * 0.005 / above**2 < 0.5:
+            self.num_drafted_steps = round(accepted / above)
 
 
 def difference(before: Record, after: Record) -> Record | None:
@@ -100,11 +97,10 @@ def difference(before: Record, after: Record) -> Record | None:
     window = copy.deepcopy(after)
     window.scope, window.warnings, window.kind = "window", [], f"{after.kind} difference"
     window.mean_acceptance_length = window.draft_acceptance_rate = window.acceptance_rate_per_pos = None
+    counted = []
     for name in COUNTS:
         old, new = getattr(before, name), getattr(after, name)
-        known = old is not None and new is not None
-        setattr(window, name, new - old if known else None)
-        if known and new < old:
-            return None
-    counted = [getattr(window, name) for name in COUNTS if getattr(window, name) is not None]
-    return window.derive() if any(counted) or not counted else None
+        if old is not None and new is not None:
+            counted.append(new - old)
+        setattr(window, name, new - old if old is not None and new is not None else None)
+    return None if counted and (min(counted) < 0 or not any(counted)) else window.derive()

@@ -28,7 +28,7 @@ def rate_forms(length: float, rate: float, num_draft_tokens: int | None) -> set[
     return {(form, rows) for form, rows in fits if length <= rows + half}
 
 
-class SglangLog:
+class Log:
     """Decode lines to records. Lines wait until arithmetic over them tells which form the accept rate has."""
 
     def __init__(self, server: Server):
@@ -160,8 +160,6 @@ def meta_info(record: Record, node: Mapping[str, Any]) -> None:
         found = next((value for name in names if (value := number(node.get(name))) is not None), None)
         if found is not None:
             setattr(record, field, round(found))
-    if record.num_drafted_tokens and steps and record.num_drafted_tokens % steps == 0:
-        record.num_speculative_tokens = record.num_drafted_tokens // steps
     if record.num_accepted_tokens is None and output and steps:
         record.mean_acceptance_length = (output - 1) / steps
         record.definition = "(completion - 1) / verify steps: without the token that prefill emits"

@@ -31,8 +31,9 @@ class Format:
     read: str
     scope: str
     mark: str
-    needs: tuple[str, ...]
+    needs: str  # keys of a JSON object, or the figure of a block, split by |
     zero_draft_steps: str
+    then: str  # name of the function in the engine's module that does what a table cannot
     definition: str
     fields: Mapping[str, tuple[str, float]]
     pattern: re.Pattern[str]
@@ -59,11 +60,7 @@ def formats(*reads: str) -> tuple[Format, ...]:
         rows = [row for row in csv.DictReader(file) if row.pop("source") and row["read"] in reads]
     return tuple(
         Format(
-            **{
-                name: row[name]
-                for name in ("engine", "kind", "read", "scope", "mark", "zero_draft_steps", "definition")
-            },
-            needs=tuple(filter(None, row["needs"].split("|"))),
+            **row,
             fields=known.get((row["engine"], row["kind"]), {}),
             pattern=re.compile(row["mark"] if row["read"] in ("regex", "server") else re.escape(row["mark"])),
         )
@@ -134,11 +131,11 @@ def objects(content: Any) -> Iterator[dict[str, Any]]:
             waiting.extend(value for value in reversed(inner) if isinstance(value, dict | list))
 
 
-def match_json(node: Mapping[str, Any]) -> Record | None:
+def match_json(node: Mapping[str, Any]) -> tuple[Format, Record] | None:
     """The record of an object of a known format: one that has all keys which the format needs."""
     for item in formats("json"):
-        if all(at(node, path) is not None for path in item.needs):
-            return item.record({path: at(node, path) for path in item.fields})
+        if all(at(node, path) is not None for path in item.needs.split("|")):
+            return item, item.record({path: at(node, path) for path in item.fields})
     return None
 
 

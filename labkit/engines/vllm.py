@@ -12,7 +12,7 @@ _ENGINE = re.compile(r"Engine (\d+):")
 _LENGTH = 0.006  # two printed decimals
 
 
-class VllmLog:
+class Log:
     """Speculative lines to records, joined with the throughput lines printed since the last one."""
 
     def __init__(self) -> None:
@@ -100,8 +100,7 @@ def settle_v1(record: Record, printed: float | None) -> None:
         record.num_speculative_tokens, record.num_drafted_steps = sizes.pop()
     elif not sizes and (above := printed - bonus) > 0:
         record.warn("drafts were shorter than k at times: steps are taken from the printed length")
-        if accepted * 0.005 / above**2 < 0.5:  # the length has two decimals: exact in short windows only
-            record.num_drafted_steps = round(accepted / above)
+        record.steps_from_length(above)
     record.mean_acceptance_length = printed + (not bonus)
     if not bonus:
         record.definition = "accepted / drafts of the window, bonus not counted as printed; 1 was added"
@@ -119,9 +118,6 @@ def request(record: Record, node: Mapping[str, Any]) -> None:
 
 
 def bench(record: Record, node: Mapping[str, Any]) -> None:
-    """k of a run whose steps all drafted the same."""
-    steps, drafted = record.num_drafted_steps, record.num_drafted_tokens
-    if steps and drafted and drafted % steps == 0:
-        record.num_speculative_tokens = drafted // steps
+    """One stream at a time."""
     if record.details.get("max_concurrency") == 1:
         record.batch_size = 1.0
