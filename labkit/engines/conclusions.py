@@ -85,8 +85,8 @@ def conclusions_answer(table: pd.DataFrame) -> str:
     counts = table["closes"].value_counts()
     closed, partly, not_closed = (int(counts.get(name, 0)) for name in ("yes", "no cost", "no"))
     return (
-        f"Of {len(table)} published cases, {closed} give both the acceptance length and the cost of a step in plain decode "
-        f"steps.\n{partly} give a length and nothing to tell what a step costs; {not_closed} do not close: a length, its "
-        "counts or the plain arm is missing.\nNone of the lengths decides by itself: read each with its definition, its "
-        "scope and the cost of a step."
+        f"Of {len(table)} published cases, {closed} give both the acceptance length and the cost of a step in plain\n"
+        f"decode steps. {partly} give a length and nothing to tell what a step costs. {not_closed} do not close: a\n"
+        "length, its counts or the plain arm is missing. None of the lengths decides by itself: read each with its\n"
+        "definition, its scope and the cost of a step."
     )

@@ -68,21 +68,21 @@ class Reader:
     def _records(self, source: Input) -> Iterator[Record]:
         start = source.start().lstrip()
         first, _, rest = start.partition(b"\n")
-        opened = first[:1] == b"{" or (first[:1] == b"[" and not first[1:2].isdigit())
+        opened = first[:1] == b"{" or (first[:1] == b"[" and first[1:2] in b'[{"')
         if not opened or (first.rstrip().endswith((b"}", b"]")) and rest):
             yield from self._of_lines(source.lines(), source.name)
             return
-        data = source.read(MAX_DOCUMENT_BYTES)
-        if len(data) == MAX_DOCUMENT_BYTES and source.read(1):
+        data = b""
+        while (chunk := source.read(1 << 20)) and len(data) <= MAX_DOCUMENT_BYTES:
+            data += chunk
+        if len(data) > MAX_DOCUMENT_BYTES:
             raise InputError(f"{source.name}: wanted JSON below {MAX_DOCUMENT_BYTES >> 20} MiB, or one object a line")
         text = data.decode("utf-8", "replace")
         if (content := load_json(text)) is not None:
             yield from self._of_json(content, source.name)
-            return
-        found = list(self._of_lines(enumerate(text.splitlines(), start=1), source.name))
-        if not found:
-            raise InputError(f"{source.name}: wanted JSON, got a file that is cut off, nested too deep or no JSON")
-        yield from found
+        else:
+            self.notes.append(f"{source.name}: no whole JSON value (cut off or nested too deep); read line by line")
+            yield from self._of_lines(enumerate(text.splitlines(), start=1), source.name)
 
     def _of_lines(self, lines: Iterable[tuple[int, str]], name: str) -> Iterator[Record]:
         for line, text in lines:
@@ -149,7 +149,10 @@ def import_files(paths: Sequence[str | Path], engine: str = "auto", reader: Read
         if not found:
             wanted = "a known engine" if reader.engine == "auto" else reader.engine
             known = " (arguments and backends only)" if reader.server.args or reader.server.named else ""
-            raise InputError(f"{path}: no figures of {wanted} in it{known}; docs/importing.md lists what is read")
+            notes = "".join(f"; {note.partition(': ')[2]}" for note in reader.notes)
+            raise InputError(
+                f"{path}: no figures of {wanted} in it{known}{notes}; docs/importing.md lists what is read"
+            )
 
 
 _COLUMNS = {"mean_acceptance_length": ".2f", "draft_acceptance_rate": ".3f", "num_speculative_tokens": "d"}

@@ -8,39 +8,34 @@ from typing import Any
 from labkit.engines.server import Server
 from labkit.errors import InputError
 
-_PROGRAMS = {
-    "sglang": "sglang",
-    "vllm": "vllm",
-    "llama-server": "llamacpp",
-    "llama-speculative": "llamacpp",
-    "trtllm": "trtllm",
-}
+_PROGRAMS = {"sglang": "sglang", "vllm": "vllm", "llama-": "llamacpp", "trtllm": "trtllm"}
 _ENVIRONMENT = re.compile(r"([A-Z][A-Z0-9_]+)=(.*)")
 
 
-def parse(line: str, version: str | None) -> tuple[Server, list[str]]:
-    """Engine and arguments of a launch line, and the flags it gives. Raises InputError as `launch_findings` says."""
+def parse_launch(line: str, version: str | None) -> tuple[Server, list[str]]:
+    """Engine and arguments of a launch line, and the flags and environment variables that it sets.
+
+    Raises InputError: not a launch line of SGLang, vLLM, llama.cpp or TensorRT-LLM, an open quote, or broken JSON.
+    """
     try:
         words = shlex.split(line.replace("\\\n", " "))
     except ValueError as error:
         raise InputError(f"launch: wanted a shell command, got {error}") from error
     engine = next((name for mark, name in _PROGRAMS.items() for word in words if mark in word), "")
     if not engine:
-        raise InputError(f"launch: wanted a command of {', '.join(sorted(set(_PROGRAMS.values())))}, got {line[:60]!r}")
-    server, flags = Server(engine=engine, version=version), []
+        raise InputError(f"launch: wanted a command of {', '.join(_PROGRAMS.values())}, got {line[:60]!r}")
     values: dict[str, Any] = {match[1]: match[2] for word in words if (match := _ENVIRONMENT.fullmatch(word))}
-    for i, word in enumerate(words):
+    flags = list(values)
+    for word, after in zip(words, [*words[1:], ""], strict=True):
         if word.startswith("--") or re.fullmatch(r"-[a-z]{1,4}", word):
             name, _, value = word.partition("=")
-            follows = words[i + 1] if i + 1 < len(words) and not words[i + 1].startswith("--") else "true"
             flags.append(name)
-            values[name.strip("-").replace("-", "_")] = value or follows
-    for name, text in values.items():
-        if name.endswith("_config") and text.startswith("{"):
+            text = value or ("true" if after.startswith("--") or not after else after)
+            key = name.strip("-").replace("-", "_")
             try:
-                values[name] = json.loads(text)
+                values[key] = json.loads(text) if key.endswith("_config") and text.startswith("{") else text
             except (ValueError, RecursionError) as error:
-                raise InputError(f"launch: --{name.replace('_', '-')}: wanted JSON, got {error}") from error
+                raise InputError(f"launch: {name}: wanted JSON, got {error}") from error
+    server = Server(engine=engine, version=version)
     server.take_args(values)
-    flags += [name for name in values if name.isupper()]
     return server, flags

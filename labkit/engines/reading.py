@@ -4,7 +4,6 @@ Memory is bounded whatever comes: a longer line is dropped and named, gzip is ex
 """
 
 import gzip
-import io
 import json
 import re
 import sys
@@ -37,9 +36,9 @@ class Input:
             problem = "a folder" if Path(path).is_dir() else "no such file"
             raise InputError(f"{path}: {problem}; wanted a log, metrics page, result file or trace (- is stdin)")
         else:
-            self.size, self._raw = Path(path).stat().st_size, Path(path).open("rb")  # noqa: SIM115
+            self.size, self._raw = Path(path).stat().st_size, Path(path).open("rb", 1 << 20)  # noqa: SIM115
         self._gzip = self._raw.peek(2)[:2] == b"\x1f\x8b"
-        self.file: Any = io.BufferedReader(gzip.GzipFile(fileobj=self._raw), 1 << 20) if self._gzip else self._raw
+        self.file: Any = gzip.GzipFile(fileobj=self._raw) if self._gzip else self._raw
         self._expanded, self._shown = 0, 0
         self._bar = progress(self.size >> 20, f"read {Path(path).name} MiB") if self.size > _PROGRESS_BYTES else None
 
@@ -51,12 +50,12 @@ class Input:
             raise InputError(f"{self.name}: wanted a gzip file, got {error}") from error
 
     def read(self, size: int, line: bool = False) -> bytes:
-        """At most ``size`` bytes, at most one line when asked; b"" at the end or where a gzip file is cut off.
+        """Some bytes, at most ``size``, or one line when asked; b"" at the end or where a gzip file is cut off.
 
         Raises InputError for a gzip file that expands beyond reason.
         """
         try:
-            data = self.file.readline(size) if line else self.file.read(size)
+            data = self.file.readline(size) if line else self.file.read1(size)
         except _DAMAGED as error:
             self.notes.append(f"the gzip file is damaged or cut off ({error}); what came before it was read")
             return b""

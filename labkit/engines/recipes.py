@@ -1,101 +1,58 @@
-"""Short measurements that would settle a diagnosis: launch lines to run elsewhere. Nothing here starts a server."""
+"""Short measurements that would settle a diagnosis: launch lines to run elsewhere, by ``engine_recipes.csv``.
 
+Nothing here starts a server.
+"""
+
+import csv
 import shlex
 
-from labkit.engines.roles import setting, speculative_tokens
 from labkit.engines.server import Server
 from labkit.errors import InputError
+from labkit.paths import REFERENCE
 
-NAMES = ("all-reject", "k-sweep", "backend-ab")
 _LAUNCH = {
-    "sglang": "sglang serve --model-path {model}",
-    "vllm": "vllm serve {model}",
-    "llamacpp": "llama-server -m {model}",
-    "trtllm": "trtllm-serve {model}",
+    "sglang": ("sglang serve --model-path {}", 30000),
+    "vllm": ("vllm serve {}", 8000),
+    "llamacpp": ("llama-server -m {}", 8080),
+    "trtllm": ("trtllm-serve {}", 8000),
 }
-_REPLAY = "labkit replay --base-url http://127.0.0.1:{port} --scene SCENE --repeats 5 --out runs"
-_BACKENDS = {
-    "sglang": ("--attention-backend", ("triton", "flashinfer", "fa3")),
-    "vllm": ("--attention-backend", ("TRITON_ATTN", "FLASH_ATTN", "FLASHINFER")),
-}
-_PORTS = {"sglang": 30000, "vllm": 8000, "llamacpp": 8080, "trtllm": 8000}
 
 
 def recipe(name: str, server: Server, launch: str | None) -> list[str]:
     """Lines of a recipe, from the server's own launch line or its arguments.
 
-    Raises
-    ------
-    InputError
-        An unknown engine, or one without the switch that the recipe needs.
+    Raises InputError: an unknown recipe or engine, or one that has no such switch.
     """
-    if name not in NAMES:
-        raise InputError(f"recipe: wanted one of {', '.join(NAMES)}, got {name!r}")
-    if server.engine not in _LAUNCH:
-        raise InputError("recipe: the engine is unknown; wanted a log with its arguments, or --launch")
-    base = launch or _LAUNCH[server.engine].format(model=shlex.quote(server.model or "MODEL"))
-    if launch is None:
-        base += "".join(
-            f" --{key.replace('_', '-')} {shlex.quote(value)}"
-            for key, value in server.args.items()
-            if value not in ("True", "False") and "." not in key
+    with (REFERENCE / "engine_recipes.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["recipe"] == name and row["engine"] == server.engine]
+    if not rows:
+        raise InputError(
+            f"recipe: wanted all-reject, k-sweep or backend-ab and a known engine, got {name!r}, {server.engine!r}"
         )
-    replay = _REPLAY.format(port=_PORTS[server.engine])
-    arms = {"all-reject": _all_reject, "k-sweep": _k_sweep, "backend-ab": _backend_ab}[name](server, base)
+    start, port = _LAUNCH[server.engine]
+    given = [f"--{key.replace('_', '-')} {shlex.quote(text)}" for key, text in server.args.items() if text != "False"]
+    line = launch or " ".join([start.format(shlex.quote(server.model or "MODEL")), *given])
     lines = [f"# {name}: start each server in turn, replay the same scene, compare step_ms of the arms"]
-    for title, command in arms:
-        lines += [f"# {title}", command, replay]
-    return lines
+    for row in rows:
+        for value in row["values"].split() or [""]:
+            words = {
+                "value": value,
+                "launch": line,
+                "plain": plain(line),
+                "rows": int(value) + 1 if value.isdigit() else "",
+            }
+            lines += [f"# {row['title'].format(**words)}", row["command"].format(**words)]
+            lines.append(f"labkit replay --base-url http://127.0.0.1:{port} --scene SCENE --repeats 5 --out runs")
+    return lines if name == "backend-ab" else [*lines, "# plain decode, the baseline", plain(line), lines[-1]]
 
 
-def _all_reject(server: Server, base: str) -> list[tuple[str, str]]:
-    row = setting(server.engine, "imposed_acceptance", server.version)
-    if row is None:
-        raise InputError(f"recipe: no imposed-acceptance switch known for {server.engine} {server.version}")
-    plain = "plain decode: the same line without the speculative flags"
-    if server.engine == "vllm":
-        k = speculative_tokens(server) or "K"
-        config = f'{{"method": "METHOD", "num_speculative_tokens": {k}, "rejection_sample_method": "synthetic", '
-        config += '"synthetic_acceptance_length": 1}'
-        return [
-            ("every draft rejected; keep your other speculative settings", f"{base} --speculative-config '{config}'"),
-            (plain, "vllm serve MODEL"),
-        ]
-    if row["flag"].startswith("--"):
-        return [("every draft rejected", f"{base} {row['flag']} {row['value']}"), (plain, _without(base))]
-    return [("every draft rejected", f"{row['flag']}={row['value']} {base}"), (plain, _without(base))]
-
-
-def _k_sweep(server: Server, base: str) -> list[tuple[str, str]]:
-    row = setting(server.engine, "num_speculative_tokens", server.version)
-    if row is None:
-        raise InputError(f"recipe: no flag for the draft length known for {server.engine} {server.version}")
-    root = 1 if server.engine == "sglang" else 0
-    if not row["flag"].startswith("--"):
-        return [(f"k = {k}", f"{base}  # with {row['flag']} = {k} in the speculative settings") for k in (1, 2, 4, 8)]
-    return [
-        (f"k = {k}", f"{base} {row['flag']} {k + root}" + (f" --speculative-num-steps {k}" if root else ""))
-        for k in (1, 2, 4, 8)
-    ]
-
-
-def _backend_ab(server: Server, base: str) -> list[tuple[str, str]]:
-    if server.engine not in _BACKENDS:
-        raise InputError(f"recipe: {server.engine} has no backend flag per role")
-    flag, names = _BACKENDS[server.engine]
-    arms = [(f"backend {name}", f"{base} {flag} {name}") for name in names]
-    return arms + [(f"plain decode, backend {name}", f"{_without(base)} {flag} {name}") for name in names]
-
-
-def _without(command: str) -> str:
-    """A launch line without its speculative flags."""
-    words, kept, skip = shlex.split(command), [], False
-    for word in words:
-        if word.startswith(("--spec", "SGLANG_SIMULATE")):
-            skip = "=" not in word
-        elif not (skip and not word.startswith("-")):
+def plain(launch: str) -> str:
+    """A launch line without its speculative flags and their values."""
+    kept, skip = list[str](), False
+    for word in shlex.split(launch):
+        flag = word.startswith("-")
+        skip = word.startswith("--spec") if flag else skip and kept is not None
+        if not skip and not word.startswith("SGLANG_SIMULATE"):
             kept.append(word)
-            skip = False
-        else:
-            skip = False
+        skip = skip and flag and "=" not in word
     return shlex.join(kept)

@@ -5,6 +5,7 @@ import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from labkit.engines.server import Server
 from labkit.paths import REFERENCE
@@ -21,9 +22,8 @@ class Role:
 
 
 @functools.cache
-def flag_rows() -> tuple[dict[str, str], ...]:
-    """Every row of the table of flags."""
-    with (REFERENCE / "engine_flags.csv").open(newline="") as file:
+def _table(name: str) -> tuple[dict[str, str], ...]:
+    with (REFERENCE / name).open(newline="") as file:
         return tuple(csv.DictReader(file))
 
 
@@ -38,33 +38,26 @@ def rows_of(engine: str, kind: str, version: str | None, **wanted: str) -> list[
 
     A row without a range holds for every version; a last version of two parts holds for its patch releases.
     """
-    found = []
-    for row in flag_rows():
-        if row["engine"] == engine and row["kind"] == kind and all(row[name] == text for name, text in wanted.items()):
-            low, high = row["version_from"], row["version_to"]
-            key = version_key(version)
-            last = (*version_key(high)[:2], 999) if high.count(".") == 1 else version_key(high)
-            if not key or not low or version_key(low) <= key <= last:
-                found.append(row)
+    key, found = version_key(version), []
+    for row in _table("engine_flags.csv"):
+        high = row["version_to"]
+        last = (*version_key(high)[:2], 999) if high.count(".") == 1 else version_key(high)
+        inside = not key or not high or version_key(row["version_from"]) <= key <= last
+        if inside and (row["engine"], row["kind"]) == (engine, kind) and wanted.items() <= row.items():
+            found.append(row)
     return found
-
-
-def gpu_arch(gpu: str | None) -> str:
-    """Compute capability of a GPU by a name that is in the table of peaks or holds such a name; "" where unknown."""
-    row = gpu_row(gpu)
-    return row["arch"] if row else ""
 
 
 def gpu_row(gpu: str | None) -> dict[str, str] | None:
     """The row of ``gpu_peaks.csv`` for a product name such as ``NVIDIA H200`` or a slug such as ``h200-sxm``."""
-    if not gpu:
-        return None
-    words = set(re.findall(r"[a-z0-9]+", gpu.lower()))
-    with (REFERENCE / "gpu_peaks.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    exact = [row for row in rows if row["gpu"] == gpu.lower()]
-    close = [row for row in rows if set(row["gpu"].split("-")[: 2 if row["gpu"][:3] in ("rtx", "rx-") else 1]) <= words]
-    return max(exact or close, key=lambda row: len(set(row["gpu"].split("-")) & words), default=None)
+    words = set(re.findall(r"[a-z0-9]+", (gpu or "").lower()))
+    parts = [(row["gpu"].split("-"), row) for row in _table("gpu_peaks.csv")]
+    close = [(len(words & set(p)), row) for p, row in parts if set(p[: 2 if p[0] in ("rtx", "rx") else 1]) <= words]
+    return max(close, key=lambda item: item[0])[1] if close else None
+
+
+def _arch(gpu: str | None) -> str:
+    return (gpu_row(gpu) or {"arch": ""})["arch"]
 
 
 def resolve_roles(server: Server, gpu: str | None = None) -> dict[str, Role]:
@@ -73,19 +66,17 @@ def resolve_roles(server: Server, gpu: str | None = None) -> dict[str, Role]:
     What the log names wins over arguments, arguments over inheritance, that over the default of the GPU.
     """
     found: dict[str, Role] = {}
-    for role in ("prefill", "decode", "verify", *ROLES):
+    for role in ("prefill", "decode", *ROLES):
         rows = rows_of(server.engine, "role", server.version, role=role)
         used = not role.startswith("linear") or any("linear" in name for name in (*server.args, *server.named))
-        if role not in found and used and (rows or role in server.named):
-            found[role] = _resolve(role, rows[-1] if rows else None, server, found, gpu or server.gpu)
+        if role in server.named:
+            found[role] = Role(server.named[role], "named by the log")
+        elif used and rows:
+            found[role] = _resolve(rows[-1], server, found, gpu or server.gpu)
     return {role: found[role] for role in ROLES if role in found}
 
 
-def _resolve(role: str, row: dict[str, str] | None, server: Server, found: dict[str, Role], gpu: str | None) -> Role:
-    if role in server.named:
-        return Role(server.named[role], "named by the log")
-    if row is None:
-        return Role("unknown", "unknown for this version")
+def _resolve(row: dict[str, str], server: Server, found: dict[str, Role], gpu: str | None) -> Role:
     for flag in filter(None, row["flag"].split("|")):
         if given := server.args.get(flag.strip("-").replace("-", "_")):
             return Role(given, f"given ({flag})")
@@ -94,109 +85,74 @@ def _resolve(role: str, row: dict[str, str] | None, server: Server, found: dict[
         name, _, value = condition.partition("=")
         source = other if server.args.get(name) == value else source
     if source in found:
-        backend = found[source].backend
-        return Role(backend, f"inherited from {source} ({found[source].how})")
+        return Role(found[source].backend, f"inherited from {source} ({found[source].how})")
+    for name, how in (("given", "named by the log"), ("default", "default, named by the log")):
+        if source == "default" and name in server.named:
+            return Role(server.named[name], how)
     if source == "default":
-        return _default(server, gpu)
+        rows = [row for row in rows_of(server.engine, "default", server.version) if _fits(row, gpu)]
+        if len({row["value"] for row in rows}) == 1:
+            return Role(
+                rows[0]["value"], f"default of the table for {gpu or 'every GPU'}: {rows[0]['note'] or 'no note'}"
+            )
+        return Role("unknown", "default: not in the log, and unknown for this version and GPU")
     return Role("unknown", "picked automatically, not printed" if source == "automatic" else "unknown for this version")
 
 
-def _default(server: Server, gpu: str | None) -> Role:
-    for name, how in (("given", "named by the log"), ("default", "default, named by the log")):
-        if name in server.named:
-            return Role(server.named[name], how)
-    arch = gpu_arch(gpu)
-    rows = [
-        row
-        for row in rows_of(server.engine, "default", server.version)
-        if row["value"] and (not row["gpu"] or arch in row["gpu"].split("|"))
-    ]
-    if len({row["value"] for row in rows}) == 1:
-        return Role(
-            rows[0]["value"], f"default for {gpu or 'every GPU'}, from the table: {rows[0]['note'] or 'no note'}"
-        )
-    return Role("unknown", "default: not in the log, and unknown for this version and GPU")
+def _fits(row: dict[str, str], gpu: str | None) -> bool:
+    return bool(row["value"]) and (not row["gpu"] or _arch(gpu) in row["gpu"].split("|"))
 
 
-def kernel(
-    engine: str, backend: str, version: str | None, role: str = "verify", arch: str = ""
-) -> dict[str, str] | None:
-    """What a backend runs in a role: the row with labkit_backend, kv_split and note; None where it is not known."""
-    rows = [row for row in rows_of(engine, "kernel", version, role=role) if row["value"].lower() == backend.lower()]
-    rows = [row for row in rows if not row["gpu"] or arch in row["gpu"].split("|")]
+def kernel(server: Any, backend: str, role: str = "verify") -> dict[str, str] | None:
+    """What a backend runs in a role on a server with engine, engine_version and gpu: labkit_backend, kv_split, note."""
+    rows = rows_of(server.engine, "kernel", server.engine_version, role=role, value=backend)
+    rows = [row for row in rows if _fits(row, server.gpu)]
     return rows[0] if len({row["kv_split"] for row in rows}) == 1 else None
 
 
-def setting(engine: str, role: str, version: str | None) -> dict[str, str] | None:
-    """The flag of a setting (imposed_acceptance, num_speculative_tokens, ...) for a version."""
-    return next(iter(rows_of(engine, "setting", version, role=role)), None)
+def speculative_tokens(server: Server) -> int | None:
+    """k of a server's arguments: SGLang's num-draft-tokens counts the root, the others do not."""
+    rows = server.number("speculative_num_draft_tokens", "speculative_dflash_block_size")
+    return (
+        rows - 1
+        if rows
+        else server.number("num_speculative_tokens", "spec_draft_n_max", "max_draft_len", "num_spec_tokens")
+    )
 
 
-def launch_findings(line: str, version: str | None, gpu: str | None = None) -> tuple[Server, list[str]]:
-    """Read a pasted launch line; what is inconsistent in it, in plain words.
-
-    Returns
-    -------
-    Server
-        With the line's arguments.
-    list of str
-        Findings; empty when nothing is wrong.
-
-    Raises
-    ------
-    InputError
-        Not a launch line of SGLang, vLLM, llama.cpp or TensorRT-LLM, or with an open quote.
-    """
-    from labkit.engines.launch import parse
-
-    server, flags = parse(line, version)
-    return server, list(_findings(server, flags))
-
-
-def _findings(server: Server, flags: list[str]) -> Iterator[str]:
-    engine, version = server.engine, server.version
+def launch_findings(server: Server, flags: list[str]) -> Iterator[str]:
+    """What is inconsistent in the arguments of a launch line, in plain words."""
+    engine, version, args = server.engine, server.version, server.args
     for flag in flags:
-        rows = [row for row in flag_rows() if row["engine"] == engine and flag in row["flag"].split("|")]
+        rows = [row for row in _table("engine_flags.csv") if row["engine"] == engine and flag in row["flag"].split("|")]
         if rows and not any(row in rows_of(engine, row["kind"], version) for row in rows):
             ranges = ", ".join(sorted({f"{row['version_from']} to {row['version_to']}" for row in rows}))
             text = rows[0]["note"] if rows[0]["role"] == "removed" else f"known for {ranges}"
             yield f"{flag}: not a flag of {engine} {version}; {text}"
-    steps, topk = server.number("speculative_num_steps"), server.number("speculative_eagle_topk")
-    rows_given = server.number("speculative_num_draft_tokens")
-    if engine == "sglang" and steps and rows_given:
-        most = steps + 1 if topk in (None, 1) else None
-        if (
-            most
-            and rows_given != most
-            and server.args.get("speculative_algorithm") not in ("NGRAM", "DFLASH", "DSPARK")
-        ):
-            yield (
-                f"--speculative-num-draft-tokens {rows_given}: topk 1 with {steps} steps holds {most} rows, root counted; "
-                f"the acceptance length cannot exceed {most}"
-            )
-        if topk and topk > 1 and rows_given > sum(topk**i for i in range(steps + 1)):
-            yield f"--speculative-num-draft-tokens {rows_given}: above what {steps} steps and topk {topk} hold"
-    k = speculative_tokens(server)
-    batch, size = server.number("max_running_requests", "max_num_seqs"), server.number("max_cudagraph_capture_size")
-    if engine == "vllm" and size and batch and k and size < batch * (k + 1):
+    steps, topk, rows_given = (
+        server.number(f"speculative_{x}") for x in ("num_steps", "eagle_topk", "num_draft_tokens")
+    )
+    chain = topk in (None, 1) and args.get("speculative_algorithm") not in ("NGRAM", "DFLASH", "DSPARK")
+    most = steps + 1 if steps and chain else sum(topk**i for i in range(steps + 1)) if steps and topk else None
+    if most and rows_given and (rows_given > most or (chain and rows_given != most)):
+        yield (
+            f"--speculative-num-draft-tokens {rows_given}: {steps} steps with topk {topk or 1} hold {most} rows, root "
+            "counted, which is also the ceiling of the acceptance length"
+        )
+    k, batch, graph = speculative_tokens(server), server.number("max_running_requests", "max_num_seqs"), server.number
+    if (size := graph("max_cudagraph_capture_size")) and batch and k and size < batch * (k + 1):
         yield f"--max-cudagraph-capture-size {size}: below batch x q_len = {batch} x {k + 1}; those steps run eager"
-    if engine == "sglang":
-        graph = server.number("cuda_graph_max_bs")
-        if graph and batch and graph < batch:
-            yield f"--cuda-graph-max-bs {graph}: below {batch} running requests; larger batches run eager"
+    if (size := graph("cuda_graph_max_bs")) and batch and size < batch:
+        yield f"--cuda-graph-max-bs {size}: below {batch} running requests; larger batches run eager"
 
 
 def launch_notes(server: Server) -> Iterator[str]:
     """What follows from the arguments and is no mistake."""
     if k := speculative_tokens(server):
         yield f"acceptance length is at most {k + 1}: {k} drafts per step and the bonus token"
-    if server.args.get("speculative_algorithm") and not server.number("max_running_requests"):
+    if (
+        server.engine == "sglang"
+        and "speculative_algorithm" in server.args
+        and "max_running_requests" not in server.args
+    ):
         yield "--max-running-requests is unset: any speculative algorithm sets it to 48, a ceiling on throughput"
-
-
-def speculative_tokens(server: Server) -> int | None:
-    """k of a server's arguments: SGLang's num-draft-tokens counts the root, the others do not."""
-    rows = server.number("speculative_num_draft_tokens", "speculative_dflash_block_size")
-    if rows:
-        return rows - 1
-    return server.number("num_speculative_tokens", "spec_draft_n_max", "max_draft_len", "num_spec_tokens")

@@ -62,7 +62,7 @@ def formats(*reads: str) -> tuple[Format, ...]:
         Format(
             **row,
             fields=known.get((row["engine"], row["kind"]), {}),
-            pattern=re.compile(row["mark"] if row["read"] in ("regex", "server") else re.escape(row["mark"])),
+            pattern=re.compile(re.escape(row["mark"]) if row["read"] == "block" else row["mark"]),
         )
         for row in rows
     )
