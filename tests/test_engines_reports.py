@@ -7,7 +7,8 @@ from labkit.engines.conclusions import arms, cases, conclusions_answer, conclusi
 from labkit.engines.diagnose import diagnose
 from labkit.engines.importing import Reader
 
-CASES = cases()
+REPORTS = cases()
+CASES = list(REPORTS.values())
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case['row']}-{case['engine']}")
@@ -33,24 +34,20 @@ def test_case(case):
         assert found["warning"] is None
 
 
-def by_row(row):
-    return next(case for case in CASES if case["row"] == row)
-
-
 def test_one_compilation_is_told_from_the_cost_of_a_step():
-    case = by_row(61)
+    case = REPORTS.get(61)
     assert one_off([records[0] for records in arms(case).values()]) == pytest.approx(case["fit"], rel=2e-3)
 
 
 def test_a_cliff_is_told_from_a_slope():
-    case = by_row(75)
+    case = REPORTS.get(75)
     (jump,) = jumps(arms(case)["table"])
     assert jump["ratio"] == pytest.approx(case["jump"]["ratio"], abs=0.01)
     assert [round(context, -3) for context in jump["between"]] == [4000, 8000]
 
 
 def test_a_length_that_is_only_bounded_bounds_the_cost():
-    case = by_row(65)
+    case = REPORTS.get(65)
     records = arms(case)
     speedup = compare_arms(records["plain"][0], records["k=2"][0])["speedup"]
     rate = records["k=2"][0].acceptance_rate_per_pos[0]
@@ -60,20 +57,20 @@ def test_a_length_that_is_only_bounded_bounds_the_cost():
 
 
 def test_acceptance_that_falls_with_context():
-    case, reader = by_row(79), Reader()
-    found = diagnose(reader.read_text(case["files"]["log"], "log"), reader.server)
+    case, reader = REPORTS.get(79), Reader()
+    found = diagnose(reader.read_text(case["files"]["log"], "log", reader.server), reader.server)
     assert found.acceptance == case["acceptance"]
 
 
 def test_a_speedup_above_the_length_is_suspicious():
-    case = by_row(7)
+    case = REPORTS.get(7)
     records = arms(case)
     records["k=2"][0].mean_acceptance_length = 1.2
     assert "baseline is slow" in compare_arms(records["plain"][0], records["k=2"][0])["warning"]
 
 
 def test_table_and_answer_are_computed():
-    table = conclusions_table(CASES)
+    table = conclusions_table(REPORTS)
     closes = dict(zip((case["row"] for case in CASES), table["closes"], strict=True))
     assert closes[51] == closes[101] == "yes"
     assert closes[53] == closes[65] == closes[63] == "no"

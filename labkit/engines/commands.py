@@ -65,9 +65,9 @@ def _written(items: Iterator[Any], path: Path) -> Iterator[Any]:
     temporary.replace(path)
 
 
-def _step_line(step: dict[str, Any]) -> str:
-    parts = [f"{n} {p['forward_ms']:.3f} (attention {p['attention_ms']:.3f})" for n, p in step["phases"].items()]
-    return f"step {step['step_index']}: {step['step_ms']:.3f} ms = {' + '.join(parts)} + gap {step['gap_ms']:.3f}"
+def _step_line(row: dict[str, Any]) -> str:
+    head = f"step {row['step_index']} {row['phase']}: {row['forward_ms']:.3f} ms, attention {row['attention_ms']:.3f}"
+    return f"{head} (whole step {row['step_ms']:.3f}, gap {row['gap_ms']:.3f})"
 
 
 def run_diagnose(arguments: argparse.Namespace) -> int:

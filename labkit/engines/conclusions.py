@@ -16,10 +16,10 @@ from labkit.engines.record import Record
 from labkit.paths import DATA
 
 
-def cases() -> list[dict[str, Any]]:
-    """row, source, engine, concluded, trap, files (arm -> text), wanted figures, pairs of arms."""
+def cases() -> dict[int, dict[str, Any]]:
+    """Row of the report -> source, engine, concluded, trap, files (arm -> text), wanted figures, pairs of arms."""
     with (DATA / "published" / "field_reports.jsonl").open() as file:
-        return [json.loads(line) for line in file]
+        return {case["row"]: case for case in map(json.loads, file)}
 
 
 def arms(case: dict[str, Any]) -> dict[str, list[Record]]:
@@ -44,13 +44,13 @@ def jumps(records: list[Record], threshold: float = 1.8) -> list[dict[str, Any]]
     return found
 
 
-def conclusions_table(rows: list[dict[str, Any]]) -> pd.DataFrame:
+def conclusions_table(reports: dict[int, dict[str, Any]]) -> pd.DataFrame:
     """One line per case: source, concluded, numbers (computed by the importer), trap, closes.
 
     ``closes``: whether the published figures give the acceptance length of every speculative arm without a
     contradiction; "no cost" where lengths are known and no plain decode is.
     """
-    return pd.DataFrame([_line(case) for case in rows])
+    return pd.DataFrame([_line(case) for case in reports.values()])
 
 
 def _line(case: dict[str, Any]) -> dict[str, Any]:

@@ -50,9 +50,9 @@ class Reader:
             source.close()
             self.notes += [f"{source.name}: {note}" for note in source.notes]
 
-    def read_text(self, text: str, name: str) -> Iterator[Record]:
+    def read_text(self, text: str, name: str, server: Server | None = None) -> Iterator[Record]:
         """Records of a text that is already in memory, as `read` gives them for a file."""
-        yield from self._checked(self._of_lines(enumerate(text.splitlines(), start=1), name), None)
+        yield from self._checked(self._of_lines(enumerate(text.splitlines(), start=1), name), server)
 
     def _checked(self, records: Iterator[Record], server: Server | None) -> Iterator[Record]:
         self._start(server or Server())

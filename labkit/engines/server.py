@@ -8,7 +8,7 @@ from typing import Any
 from labkit.engines.tables import formats
 
 _ARGUMENT = re.compile(r"""['"]?(\w+)['"]?\s*[=:]\s*('[^']*'|"[^"]*"|[\w.+/-]+)""")
-_ARGUMENT_LINES = {"server_args=": "sglang", "non-default args:": "vllm", "LLM engine (v": "vllm"}
+_ARGUMENT_LINES = {"server_args=": "sglang", "non-default args:": "vllm", "with config:": "vllm"}
 _GPU = re.compile(r"NVIDIA ([A-Z]{1,4}\d{2,4}\w*(?: \w+)?)|(RTX [\w ]{4,40}?)(?=[,;)]|$)")
 # Arguments that say nothing about cost may hold secrets and are not kept.
 _KEPT = re.compile(

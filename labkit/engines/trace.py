@@ -1,7 +1,7 @@
 """Steps of a torch-profiler trace: draft, draft_extend, verify, accept and gap, attention apart, kernels with grids.
 
-Phases come from named ranges (vLLM prints them), else from kernels that mark a boundary (building the tree, accepting).
-The file is read event by event; kept are times and a number for the name of each kernel.
+Phases come from named ranges (vLLM prints them), else from kernels that mark a boundary (building the tree, accepting);
+``data/reference/engine_trace.csv`` names both. Read event by event; kept are the times and a number per kernel name.
 """
 
 import csv
@@ -19,18 +19,18 @@ from labkit.engines.reading import Input
 from labkit.errors import InputError
 from labkit.paths import REFERENCE
 
-MAX_EVENT_CHARACTERS, MAX_EVENTS = 1 << 20, 20_000_000
-_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-_RANGES = {"user_annotation": "cpu", "gpu_user_annotation": "gpu"}
+MAX_EVENT_CHARACTERS, MAX_HEADER_CHARACTERS, MAX_EVENTS = 1 << 20, 64 << 20, 20_000_000
+_DEVICE, _RANGES = ("kernel", "gpu_memcpy", "gpu_memset"), {"user_annotation": "cpu", "gpu_user_annotation": "gpu"}
+Phase = tuple[float, float, str]
 
 
 def is_trace(path: str | Path) -> bool:
-    """Whether a file starts like a Chrome trace. Standard input is not looked at."""
-    if str(path) == "-" or not Path(path).is_file():
+    """Whether a file starts like a Chrome trace; standard input is not looked at."""
+    if not Path(path).is_file():
         return False
     source = Input(path)
     try:
-        return b'"traceEvents"' in source.start() and source.start().lstrip()[:1] == b"{"
+        return source.start().lstrip()[:1] == b"{" and b'"traceEvents"' in source.start()
     except InputError:
         return False
     finally:
@@ -38,24 +38,19 @@ def is_trace(path: str | Path) -> bool:
 
 
 def events(source: Input) -> Iterator[dict[str, Any]]:
-    """The events of a trace, one at a time; one that is cut off ends them.
+    """The events of a trace, one at a time; a file that is cut off ends them.
 
-    Raises
-    ------
-    InputError
-        No list of events, or an event that is larger than any event.
+    Raises InputError: no list of events, or an event larger than any.
     """
-    decoder, text = json.JSONDecoder(), ""
-    while (start := text.find('"traceEvents"')) < 0 or "[" not in text[start:]:
+    decoder, text, position = json.JSONDecoder(), "", 0
+    while not (start := re.search(r'"traceEvents"\s*:\s*\[', text)):
         chunk = source.read(1 << 20)
-        if not chunk or len(text) > 64 << 20:
+        if not chunk or len(text) > MAX_HEADER_CHARACTERS:
             raise InputError(f"{source.name}: wanted a torch-profiler trace, found no traceEvents")
         text += chunk.decode("utf-8", "replace")
-    text = text[text.index("[", start) + 1 :]
-    position = 0
+    text = text[start.end() :]
     while True:
-        while position < len(text) and text[position] in " \n\r\t,":
-            position += 1
+        position = re.compile(r"[\s,]*").match(text, position).end()  # type: ignore[union-attr]
         try:
             event, position = decoder.raw_decode(text, position)
             if isinstance(event, dict):
@@ -63,10 +58,9 @@ def events(source: Input) -> Iterator[dict[str, Any]]:
         except (ValueError, RecursionError):
             if text[position : position + 1] == "]":
                 return
-            text, position = text[position:], 0
+            text, position, chunk = text[position:], 0, source.read(1 << 18)
             if len(text) > MAX_EVENT_CHARACTERS:
                 raise InputError(f"{source.name}: an event of more than 1 MiB; wanted a torch-profiler trace") from None
-            chunk = source.read(1 << 18)
             if not chunk:
                 source.notes.append("the trace is cut off; the steps before that were read")
                 return
@@ -80,127 +74,99 @@ def _table(what: str) -> list[tuple[re.Pattern[str], str, str]]:
 
 
 class _Events:
-    """Times in us: device kernels where there are any, else CPU operators; ranges and marks of phases."""
+    """Times in us of device kernels, or of CPU operators where there are none, in order; ranges of phases."""
 
     def __init__(self, source: Input):
-        self.names: dict[tuple[str, str], int] = {}
-        self.times = {side: [array("d"), array("d"), array("d")] for side in ("gpu", "cpu")}
-        self.ranges: dict[str, list[tuple[float, float, str]]] = {"gpu": [], "cpu": []}
+        names: dict[tuple[str, str], int] = {}
+        times = {side: [array("d") for _ in range(3)] for side in ("gpu", "cpu")}
+        ranges: dict[str, list[Phase]] = {"gpu": [], "cpu": []}
         patterns = _table("range")
         for event in events(source):
-            begin, length, name = event.get("ts"), event.get("dur"), event.get("name")
-            if event.get("ph") != "X" or not isinstance(name, str):
+            begin, length, name, kind = (event.get(key, 0) for key in ("ts", "dur", "name", "cat"))
+            usable = isinstance(begin, int | float) and isinstance(length, int | float) and isinstance(name, str)
+            if event.get("ph") != "X" or not usable or length < 0:
                 continue
-            if not isinstance(begin, int | float) or not isinstance(length, int | float) or length < 0:
-                continue
-            kind = event.get("cat")
             if kind in _RANGES:
-                for pattern, phase, _ in patterns:
-                    if match := pattern.search(name):
-                        found = match[1] if phase == "*" else phase
-                        self.ranges[_RANGES[kind]].append((begin, begin + length, found))
+                found = [(pattern.search(name), phase) for pattern, phase, _ in patterns]
+                ranges[_RANGES[kind]] += [(begin, begin + length, m[1] if p == "*" else p) for m, p in found if m]
             elif kind in _DEVICE or kind == "cpu_op":
-                arguments = event.get("args")
-                grid = str(arguments.get("grid", "")) if isinstance(arguments, dict) else ""
-                number = self.names.setdefault((name[:200], grid[:40]), len(self.names))
-                for values, value in zip(
-                    self.times["gpu" if kind in _DEVICE else "cpu"], (begin, length, number), strict=True
-                ):
+                grid = str((event.get("args") or {}).get("grid", "")) if isinstance(event.get("args"), dict) else ""
+                row = (begin, length, names.setdefault((name[:200], grid[:40]), len(names)))
+                for values, value in zip(times["gpu" if kind in _DEVICE else "cpu"], row, strict=True):
                     values.append(value)
-                if len(self.times["gpu"][0]) > MAX_EVENTS:
+                if max(len(side[0]) for side in times.values()) > MAX_EVENTS:
                     raise InputError(f"{source.name}: more than {MAX_EVENTS} kernels; record fewer steps")
-        self.side = "gpu" if self.times["gpu"][0] else "cpu"
-        begins, lengths, numbers = (np.array(values) for values in self.times[self.side])
-        numbers = numbers.astype(int)
+        self.side = "gpu" if times["gpu"][0] else "cpu"
+        begins, lengths, numbers = map(np.array, times[self.side])
         order = np.lexsort((-lengths, begins))
-        begins, lengths, numbers = begins[order], lengths[order], numbers[order]
-        ends = begins + lengths
-        # Nested operators are inside their parent's time; on a device, overlapping streams count once.
-        outer = np.maximum.accumulate(ends) if len(ends) else ends
-        before = np.concatenate([[-np.inf], outer[:-1]]) if len(ends) else ends
-        self.begins, self.numbers, self.lengths = begins, numbers, lengths
-        self.busy = np.maximum(ends - np.maximum(begins, before), 0)
-        self.top = ends > before
+        self.names, self.ranges = list(names), sorted(ranges[self.side] or ranges["cpu"])
+        self.begins, self.lengths, self.numbers = begins[order], lengths[order], numbers[order].astype(int)
+        ends = self.begins + self.lengths
+        before = np.concatenate([[-np.inf], np.maximum.accumulate(ends)[:-1]]) if len(ends) else ends
+        # Operators inside others are in their time already; overlapping streams of a device count once.
+        self.busy = np.maximum(ends - np.maximum(self.begins, before), 0)
+        self.shown = (ends > before) | (self.side == "gpu")
 
-    def phases(self) -> list[tuple[float, float, str]]:
+    def phases(self) -> list[Phase]:
         """Phases in order of time, from ranges, else from kernels that mark a boundary."""
-        found = sorted(self.ranges[self.side] or self.ranges["cpu"])
-        if found:
-            return found
-        marks = [
-            (number, own, later)
-            for (name, _), number in self.names.items()
-            for p, own, later in _table("mark")
-            if p.search(name)
-        ]
-        by_number = {number: (own, later) for number, own, later in marks}
-        position, phase = None, ""
-        for i in np.flatnonzero(np.isin(self.numbers, list(by_number))):
-            own, later = by_number[int(self.numbers[i])]
-            begin, end = self.begins[i], self.begins[i] + self.lengths[i]
-            if position is not None:
-                found.append((position, begin, phase))
-            found.append((begin, end, own))
+        if self.ranges:
+            return self.ranges
+        marks = {i: mark for i, (name, _) in enumerate(self.names) for mark in _table("mark") if mark[0].search(name)}
+        found, position, phase = list[Phase](), np.nan, ""
+        for i in np.flatnonzero(np.isin(self.numbers, list(marks))):
+            _, own, later = marks[int(self.numbers[i])]
+            begin, end = float(self.begins[i]), float(self.begins[i] + self.lengths[i])
+            found += [(position, begin, phase), (begin, end, own)] if phase else [(begin, end, own)]
             position, phase = end, later
         return found
 
 
 def read_steps(path: str | Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """Steps of a trace, and notes on what could not be told.
+    """Rows of a trace, one per step and phase, and notes on what could not be told.
 
     Returns
     -------
     list of dict
-        Per step: step_index, step_ms (wall), gap_ms (wall minus busy), and ``phases``: phase -> forward_ms (busy),
-        attention_ms, kernels (name, grid, count, ms; the largest ten). The last, unfinished step is left out.
+        step_index, phase, forward_ms (busy), attention_ms, other_ms, kernels (name, grid, count, ms; the largest ten),
+        and of the whole step: step_ms (wall), gap_ms (wall minus busy). The last, unfinished step is left out.
 
-    Raises
-    ------
-    InputError
-        No trace, or no phases of a speculative step in it.
+    Raises InputError: no trace, no phases, or fewer than two steps in it.
     """
     source = Input(path)
     try:
         content = _Events(source)
     finally:
         source.close()
-    phases = content.phases()
-    if not phases:
-        raise InputError(
-            f"{path}: no draft, verify or accept phases in this trace; docs/importing.md lists their names"
-        )
-    notes = list(source.notes)
-    if not content.ranges[content.side] and not content.ranges["cpu"]:
+    phases, notes = content.phases(), list(source.notes)
+    if not content.ranges:
         notes.append("phases are split at marking kernels: draft_extend cannot be told from draft")
-    starts = [
+    first = [
         i for i, phase in enumerate(phases) if phase[2] == phases[0][2] and (i == 0 or phases[i - 1][2] != phase[2])
     ]
-    steps = [_step(content, n, phases[a:b], phases[b][0]) for n, (a, b) in enumerate(itertools.pairwise(starts))]
-    if not steps:
-        raise InputError(f"{path}: wanted at least two steps, found one start of {phases[0][2]}")
-    return steps, notes
+    if len(first) < 2:
+        raise InputError(
+            f"{path}: wanted two steps with draft, verify or accept phases; docs/importing.md lists their names"
+        )
+    steps = (_step(content, n, phases[a:b], phases[b][0]) for n, (a, b) in enumerate(itertools.pairwise(first)))
+    return list(itertools.chain.from_iterable(steps)), notes
 
 
-def _step(content: _Events, index: int, phases: list[tuple[float, float, str]], end: float) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    names, attention = list(content.names), [pattern for pattern, *_ in _table("attention")]
-    drafted = any(phase.startswith("draft") for *_, phase in phases)
-    for begin, until, label in phases:
-        phase = "decode" if label == "verify" and not drafted else label
-        entry = found.setdefault(phase, {"forward_ms": 0.0, "attention_ms": 0.0, "kernels": {}})
-        low, high = np.searchsorted(content.begins, [begin, until])
-        entry["forward_ms"] += float(content.busy[low:high].sum()) / 1000
-        for i in range(low, high):
-            name, grid = names[content.numbers[i]]
-            if content.top[i] or content.side == "gpu":
-                count, ms = entry["kernels"].get((name, grid), (0, 0.0))
-                entry["kernels"][name, grid] = (count + 1, ms + content.lengths[i] / 1000)
-    for entry in found.values():
-        kernels = [{"name": n, "grid": g or None, "count": c, "ms": ms} for (n, g), (c, ms) in entry["kernels"].items()]
-        hits = [kernel["ms"] for kernel in kernels if any(pattern.search(kernel["name"]) for pattern in attention)]
-        entry["attention_ms"] = float(sum(hits))
-        entry["kernels"] = sorted(kernels, key=lambda kernel: -kernel["ms"])[:10]
+def _step(content: _Events, index: int, phases: list[Phase], end: float) -> Iterator[dict[str, Any]]:
+    drafted, attention = any(phase[2].startswith("draft") for phase in phases), [row[0] for row in _table("attention")]
     low, high = np.searchsorted(content.begins, [phases[0][0], end])
     wall = (end - phases[0][0]) / 1000
-    gap = wall - float(content.busy[low:high].sum()) / 1000
-    return {"step_index": index, "step_ms": wall, "gap_ms": gap, "phases": found, "origin": "imported"}
+    whole = {"step_ms": wall, "gap_ms": wall - float(content.busy[low:high].sum()) / 1000, "origin": "imported"}
+    for label in dict.fromkeys(phase[2] for phase in phases):
+        pieces = [np.searchsorted(content.begins, phase[:2]) for phase in phases if phase[2] == label]
+        rows = np.concatenate([np.arange(*piece) for piece in pieces])
+        busy, kernels, in_attention = float(content.busy[rows].sum()) / 1000, [], 0.0
+        for number in np.unique(content.numbers[rows]):
+            name, grid = content.names[number]
+            same = rows[content.numbers[rows] == number]
+            ms = float(content.lengths[same[content.shown[same]]].sum()) / 1000
+            kernels.append({"name": name, "grid": grid or None, "count": len(same), "ms": ms})
+            in_attention += ms if any(pattern.search(name) for pattern in attention) else 0.0
+        kernels = sorted(kernels, key=lambda kernel: -kernel["ms"])[:10]
+        row = {"step_index": index, "phase": "decode" if label == "verify" and not drafted else label}
+        row |= {"forward_ms": busy, "attention_ms": in_attention, "other_ms": busy - in_attention}
+        yield row | whole | {"kernels": kernels}
