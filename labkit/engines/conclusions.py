@@ -35,55 +35,41 @@ def one_off(records: list[Record]) -> dict[str, float]:
 
 
 def jumps(records: list[Record], threshold: float = 1.8) -> list[dict[str, Any]]:
-    """Neighbouring contexts between which the step time changes by more than its context does: another path."""
-    found = []
-    for a, b in itertools.pairwise(sorted(records, key=lambda record: record.context_len or 0)):
-        ratio = (b.step_ms or np.nan) / (a.step_ms or np.nan)
-        if ratio > threshold:
-            found.append({"between": [a.context_len, b.context_len], "ratio": ratio})
-    return found
+    """Neighbouring contexts between which the step time jumps: another path, not growth with the cache."""
+    rows = [(record.context_len or 0, record.step_ms or np.nan) for record in records]
+    pairs = [(a[0], b[0], b[1] / a[1]) for a, b in itertools.pairwise(sorted(rows))]
+    return [{"between": [low, high], "ratio": ratio} for low, high, ratio in pairs if ratio > threshold]
 
 
 def conclusions_table(reports: dict[int, dict[str, Any]]) -> pd.DataFrame:
     """One line per case: source, concluded, numbers (computed by the importer), trap, closes.
 
-    ``closes``: whether the published figures give the acceptance length of every speculative arm without a
-    contradiction; "no cost" where lengths are known and no plain decode is.
+    closes: "yes" where the figures give length and step cost without a contradiction, "no cost" where a plain decode is
+    missing, else "no".
     """
     return pd.DataFrame([_line(case) for case in reports.values()])
 
 
 def _line(case: dict[str, Any]) -> dict[str, Any]:
     records = arms(case)
-    flat = [record for found in records.values() for record in found]
+    flat = list(itertools.chain.from_iterable(records.values()))
     numbers = [f"length {r.mean_acceptance_length:.2f}" for r in flat if (r.mean_acceptance_length or 1) > 1][:3]
-    unknown, costs = [], 0
+    costs = []
     for plain, arm, *_ in case["pairs"]:
         found = compare_arms(records[plain][-1], records[arm][-1])
-        text = f"{arm}: {found['speedup']:.2f}x"
-        if isinstance(found["relative_step_cost"], float):
-            text, costs = f"{text} at a step of {found['relative_step_cost']:.2f} plain ones", costs + 1
-        else:
-            unknown.append(arm)
-        numbers.append(text)
-    lengths = [record for record in flat if record.mean_acceptance_length is not None]
-    if unknown or not lengths or any("contradiction" in text for record in flat for text in record.warnings):
-        closes = "no"
-    else:
-        closes = "yes" if costs else "no cost"
-    return {
-        "source": case["source"],
-        "concluded": case["concluded"],
-        "numbers": "; ".join(numbers) or "no acceptance length",
-        "trap": case["trap"],
-        "closes": closes,
-    }
+        costs.append(found["relative_step_cost"])
+        cost = f" at a step of {costs[-1]:.2f} plain ones" if costs[-1] else ""
+        numbers.append(f"{arm}: {found['speedup']:.2f}x{cost}")
+    lengths = any(record.mean_acceptance_length is not None for record in flat)
+    wrong = any("contradiction" in text for record in flat for text in record.warnings)
+    closes = "no" if None in costs or not lengths or wrong else "yes" if costs else "no cost"
+    line = {"source": case["source"], "concluded": case["concluded"], "trap": case["trap"], "closes": closes}
+    return line | {"numbers": "; ".join(numbers) or "no acceptance length"}
 
 
 def conclusions_answer(table: pd.DataFrame) -> str:
-    """The answer of the notebook in three sentences, from the table."""
-    counts = table["closes"].value_counts()
-    closed, partly, not_closed = (int(counts.get(name, 0)) for name in ("yes", "no cost", "no"))
+    """The answer of the notebook, from the table."""
+    closed, partly, not_closed = (int((table["closes"] == name).sum()) for name in ("yes", "no cost", "no"))
     return (
         f"Of {len(table)} published cases, {closed} give both the acceptance length and the cost of a step in plain\n"
         f"decode steps. {partly} give a length and nothing to tell what a step costs. {not_closed} do not close: a\n"
