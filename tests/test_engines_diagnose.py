@@ -12,10 +12,9 @@ import pytest
 from labkit.cli import main
 from labkit.engines.diagnose import diagnose, render
 from labkit.engines.importing import Reader
-from labkit.engines.launch import parse_launch
 from labkit.engines.recipes import plain, recipe
 from labkit.engines.roles import gpu_row, kernel, launch_findings, launch_notes, resolve_roles, rows_of, version_key
-from labkit.engines.server import Server
+from labkit.engines.server import Server, parse_launch
 from labkit.errors import InputError
 from labkit.paths import REFERENCE
 from labkit.shapes import model_shape

@@ -1,6 +1,7 @@
 """`labkit import` and `labkit diagnose`: arguments to calls, results to text, JSON and files."""
 
 import argparse
+import itertools
 import json
 import tempfile
 import urllib.request
@@ -10,10 +11,9 @@ from typing import Any
 
 from labkit.engines.diagnose import diagnose, render
 from labkit.engines.importing import Reader, import_files, summary
-from labkit.engines.launch import parse_launch
 from labkit.engines.recipes import recipe
-from labkit.engines.record import Record
 from labkit.engines.roles import launch_findings, launch_notes, resolve_roles
+from labkit.engines.server import parse_launch
 from labkit.engines.trace import is_trace, read_steps
 from labkit.errors import InputError
 from labkit.progress import say
@@ -26,20 +26,18 @@ def run_import(arguments: argparse.Namespace) -> None:
     """Import files; records and steps are streamed, so a long log takes no memory."""
     reader = Reader(arguments.engine)
     traces = [path for path in arguments.files if is_trace(path)]
-    records = import_files([path for path in arguments.files if path not in traces], reader=reader)
-    items = _steps(traces, reader)
+    logs = [path for path in arguments.files if path not in traces]
+    steps, records = _steps(traces, reader), import_files(logs, reader=reader)
     if arguments.out:
-        items = _written(items, arguments.out / "steps.jsonl") if traces else items
-        records = _written(records, arguments.out / "import.jsonl") if len(traces) < len(arguments.files) else records
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        steps = _written(steps, arguments.out / "steps.jsonl") if traces else steps
+        records = _written(records, arguments.out / "import.jsonl") if logs else records
     if arguments.json:
-        separator = "[\n "
-        for found in (items, records):
-            for item in found:
-                print(separator, json.dumps(_plain(item)), sep="", end="")
-                separator = ",\n "
+        for i, item in enumerate(itertools.chain(steps, records)):
+            print(",\n " if i else "[\n ", json.dumps(_plain(item)), sep="", end="")
         print("\n]")
     else:
-        print(*map(_step_line, items), *([] if len(traces) == len(arguments.files) else [summary(records)]), sep="\n")
+        print(*map(_step_line, steps), *([summary(records)] if logs else []), sep="\n")
     for note in reader.notes:
         say(note)
 
@@ -52,11 +50,10 @@ def _steps(traces: list[str], reader: Reader) -> Iterator[Any]:
 
 
 def _plain(item: Any) -> Any:
-    return item.to_dict() if isinstance(item, Record) else item
+    return item if isinstance(item, dict) else item.to_dict()
 
 
 def _written(items: Iterator[Any], path: Path) -> Iterator[Any]:
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("w") as file:
         for item in items:
@@ -76,31 +73,28 @@ def run_diagnose(arguments: argparse.Namespace) -> int:
         server, flags = parse_launch(arguments.launch, arguments.engine_version)
         problems, notes = list(launch_findings(server, flags)), list(launch_notes(server))
         roles = {name: vars(role) for name, role in resolve_roles(server, arguments.gpu).items()}
-        content = {"engine": server.engine, "problems": problems, "notes": notes, "roles": roles}
+        content: Any = {"engine": server.engine, "problems": problems, "notes": notes, "roles": roles}
         lines = [*(problems or ["no mistake found"]), *notes]
         lines += [f"{name}: {role['backend']}, {role['how']}" for name, role in roles.items()]
-        lines = recipe(arguments.recipe, server, arguments.launch) if arguments.recipe else lines
-        print(json.dumps(content, indent=1) if arguments.json else "\n".join(lines))
-        return 1 if problems else 0
-    if arguments.file and is_trace(arguments.file):
+    elif arguments.file and is_trace(arguments.file):
         steps, notes = read_steps(arguments.file)
-        print(json.dumps({"steps": steps, "notes": notes}) if arguments.json else "\n".join(map(_step_line, steps)))
-        return 0
-    if not arguments.file and not arguments.base_url:
-        raise InputError("wanted a log, a trace, --base-url or --launch")
-    reader = Reader()
-    server = reader.server
-    server.version = arguments.engine_version
-    with tempfile.TemporaryDirectory() as folder:
-        paths = _fetched(arguments.base_url, Path(folder)) if arguments.base_url else []
-        paths += [arguments.file] if arguments.file else []
-        records = (record for path in paths for record in reader.read(path, server))
-        found = diagnose(records, server, gpu=arguments.gpu, model=arguments.model, kv_dtype=arguments.kv_dtype)
-    if arguments.recipe:
-        print("\n".join(recipe(arguments.recipe, server, None)))
+        server, problems, content, lines = None, [], {"steps": steps, "notes": notes}, [*map(_step_line, steps), *notes]
+    elif arguments.file or arguments.base_url:
+        reader, problems = Reader(), []
+        server = reader.server
+        server.version = arguments.engine_version
+        with tempfile.TemporaryDirectory() as folder:
+            paths = _fetched(arguments.base_url, Path(folder)) if arguments.base_url else []
+            paths += [arguments.file] if arguments.file else []
+            records = (record for path in paths for record in reader.read(path, server))
+            found = diagnose(records, server, gpu=arguments.gpu, model=arguments.model, kv_dtype=arguments.kv_dtype)
+        content, lines = found.to_dict(), [render(found)]
     else:
-        print(json.dumps(found.to_dict(), indent=1) if arguments.json else render(found))
-    return 0
+        raise InputError("wanted a log, a trace, --base-url or --launch")
+    if arguments.recipe:
+        content = lines = recipe(arguments.recipe, server, arguments.launch)
+    print(json.dumps(content, indent=1) if arguments.json else "\n".join(lines))
+    return 1 if problems else 0
 
 
 def _fetched(url: str, folder: Path) -> list[Any]:

@@ -3,12 +3,11 @@
 Nothing here starts a server.
 """
 
-import csv
 import shlex
 
 from labkit.engines.server import Server
+from labkit.engines.tables import read_table
 from labkit.errors import InputError
-from labkit.paths import REFERENCE
 
 _LAUNCH = {
     "sglang": ("sglang serve --model-path {}", 30000),
@@ -18,13 +17,13 @@ _LAUNCH = {
 }
 
 
-def recipe(name: str, server: Server, launch: str | None) -> list[str]:
+def recipe(name: str, server: Server | None, launch: str | None) -> list[str]:
     """Lines of a recipe, from the server's own launch line or its arguments.
 
     Raises InputError: an unknown recipe or engine, or one that has no such switch.
     """
-    with (REFERENCE / "engine_recipes.csv").open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["recipe"] == name and row["engine"] == server.engine]
+    server = server or Server()
+    rows = [row for row in read_table("engine_recipes.csv") if (row["recipe"], row["engine"]) == (name, server.engine)]
     if not rows:
         raise InputError(
             f"recipe: wanted all-reject, k-sweep or backend-ab and a known engine, got {name!r}, {server.engine!r}"

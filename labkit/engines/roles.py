@@ -1,14 +1,12 @@
 """Which flag moves which role, by ``data/reference/engine_flags.csv``; roles of a server, and how each was resolved."""
 
-import csv
-import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from labkit.engines.server import Server
-from labkit.paths import REFERENCE
+from labkit.engines.tables import read_table
 
 ROLES = ("verify", "decode", "draft", "draft_extend", "prefill", "linear_decode", "linear_verify")
 
@@ -19,12 +17,6 @@ class Role:
 
     backend: str
     how: str
-
-
-@functools.cache
-def _table(name: str) -> tuple[dict[str, str], ...]:
-    with (REFERENCE / name).open(newline="") as file:
-        return tuple(csv.DictReader(file))
 
 
 def version_key(text: str | None) -> tuple[int, ...]:
@@ -39,7 +31,7 @@ def rows_of(engine: str, kind: str, version: str | None, **wanted: str) -> list[
     A row without a range holds for every version; a last version of two parts holds for its patch releases.
     """
     key, found = version_key(version), []
-    for row in _table("engine_flags.csv"):
+    for row in read_table("engine_flags.csv"):
         high = row["version_to"]
         last = (*version_key(high)[:2], 999) if high.count(".") == 1 else version_key(high)
         inside = not key or not high or version_key(row["version_from"]) <= key <= last
@@ -51,7 +43,7 @@ def rows_of(engine: str, kind: str, version: str | None, **wanted: str) -> list[
 def gpu_row(gpu: str | None) -> dict[str, str] | None:
     """The row of ``gpu_peaks.csv`` for a product name such as ``NVIDIA H200`` or a slug such as ``h200-sxm``."""
     words = set(re.findall(r"[a-z0-9]+", (gpu or "").lower()))
-    parts = [(row["gpu"].split("-"), row) for row in _table("gpu_peaks.csv")]
+    parts = [(row["gpu"].split("-"), row) for row in read_table("gpu_peaks.csv")]
     close = [(len(words & set(p)), row) for p, row in parts if set(p[: 2 if p[0] in ("rtx", "rx") else 1]) <= words]
     return max(close, key=lambda item: item[0])[1] if close else None
 
@@ -124,7 +116,9 @@ def launch_findings(server: Server, flags: list[str]) -> Iterator[str]:
     """What is inconsistent in the arguments of a launch line, in plain words."""
     engine, version, args = server.engine, server.version, server.args
     for flag in flags:
-        rows = [row for row in _table("engine_flags.csv") if row["engine"] == engine and flag in row["flag"].split("|")]
+        rows = [
+            row for row in read_table("engine_flags.csv") if row["engine"] == engine and flag in row["flag"].split("|")
+        ]
         if rows and not any(row in rows_of(engine, row["kind"], version) for row in rows):
             ranges = ", ".join(sorted({f"{row['version_from']} to {row['version_to']}" for row in rows}))
             text = rows[0]["note"] if rows[0]["role"] == "removed" else f"known for {ranges}"

@@ -1,11 +1,14 @@
-"""What a log or server-info page says about the server: engine, version, arguments, attention backends as named."""
+"""What a log, an info page or a launch line says about the server: engine, version, arguments, backends as named."""
 
+import json
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from labkit.engines.tables import formats
+from labkit.errors import InputError
 
 _ARGUMENT = re.compile(r"""['"]?(\w+)['"]?\s*[=:]\s*('[^']*'|"[^"]*"|[\w.+/-]+)""")
 _ARGUMENT_LINES = {"server_args=": "sglang", "non-default args:": "vllm", "with config:": "vllm"}
@@ -15,6 +18,9 @@ _KEPT = re.compile(
     r"attention|speculative|spec_|num_spec|method|backend|page_size|block_size|kv_cache_dtype|^dtype|cuda_?graph|enforce_eager"
     r"|tp_size|tensor_parallel|max_running|max_num_seqs|context_length|max_model_len|quantization|synthetic|rejection"
 )
+
+_PROGRAMS = {"sglang": "sglang", "vllm": "vllm", "llama-": "llamacpp", "trtllm": "trtllm"}
+_ENVIRONMENT = re.compile(r"([A-Z][A-Z0-9_]+)=(.*)")
 
 
 @dataclass
@@ -74,3 +80,32 @@ class Server:
     def imposed(self) -> bool:
         """Whether the server was told which acceptance to have."""
         return any("synth" in name for name in self.args) or self.args.get("rejection_sample_method") == "synthetic"
+
+
+def parse_launch(line: str, version: str | None) -> tuple[Server, list[str]]:
+    """Engine and arguments of a launch line, and the flags and environment variables that it sets.
+
+    Raises InputError: not a launch line of SGLang, vLLM, llama.cpp or TensorRT-LLM, an open quote, or broken JSON.
+    """
+    try:
+        words = shlex.split(line.replace("\\\n", " "))
+    except ValueError as error:
+        raise InputError(f"launch: wanted a shell command, got {error}") from error
+    engine = next((name for mark, name in _PROGRAMS.items() for word in words if mark in word), "")
+    if not engine:
+        raise InputError(f"launch: wanted a command of {', '.join(_PROGRAMS.values())}, got {line[:60]!r}")
+    values: dict[str, Any] = {match[1]: match[2] for word in words if (match := _ENVIRONMENT.fullmatch(word))}
+    flags = list(values)
+    for word, after in zip(words, [*words[1:], ""], strict=True):
+        if word.startswith("--") or re.fullmatch(r"-[a-z]{1,4}", word):
+            name, _, value = word.partition("=")
+            flags.append(name)
+            text = value or ("true" if after.startswith("--") or not after else after)
+            key = name.strip("-").replace("-", "_")
+            try:
+                values[key] = json.loads(text) if key.endswith("_config") and text.startswith("{") else text
+            except (ValueError, RecursionError) as error:
+                raise InputError(f"launch: {name}: wanted JSON, got {error}") from error
+    server = Server(engine=engine, version=version)
+    server.take_args(values)
+    return server, flags

@@ -51,21 +51,24 @@ class Format:
 @functools.cache
 def formats(*reads: str) -> tuple[Format, ...]:
     """The formats that are read in one of these ways (json, labels, regex, block, metrics, server), in table order."""
-    with (REFERENCE / "engine_fields.csv").open(newline="") as file:
-        known: dict[tuple[str, str], dict[str, tuple[str, float]]] = {}
-        for row in csv.DictReader(file):
-            names = known.setdefault((row["engine"], row["kind"]), {})
-            names[row["label"]] = (row["field"], float(row["factor"]))
-    with (REFERENCE / "engine_formats.csv").open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row.pop("source") and row["read"] in reads]
-    return tuple(
-        Format(
-            **row,
-            fields=known.get((row["engine"], row["kind"]), {}),
-            pattern=re.compile(re.escape(row["mark"]) if row["read"] == "block" else row["mark"]),
-        )
-        for row in rows
-    )
+    labels: dict[tuple[str, str], dict[str, tuple[str, float]]] = {}
+    for row in read_table("engine_fields.csv"):
+        names = labels.setdefault((row["engine"], row["kind"]), {})
+        names[row["label"]] = (row["field"], float(row["factor"]))
+    found = []
+    for row in read_table("engine_formats.csv"):
+        if row["read"] in reads:
+            pattern = re.compile(re.escape(row["mark"]) if row["read"] == "block" else row["mark"])
+            kept = {name: text for name, text in row.items() if name != "source"}
+            found.append(Format(**kept, fields=labels.get((row["engine"], row["kind"]), {}), pattern=pattern))
+    return tuple(found)
+
+
+@functools.cache
+def read_table(name: str) -> tuple[dict[str, str], ...]:
+    """The rows of a table of ``data/reference``."""
+    with (REFERENCE / name).open(newline="") as file:
+        return tuple(csv.DictReader(file))
 
 
 def number(value: Any) -> float | None:
@@ -104,10 +107,10 @@ def _put(record: Record, name: str, value: Any, factor: float) -> None:
 
 def store(record: Record, name: str, value: float) -> None:
     """One number into the field of that name, a whole one into a count, any other into the details."""
-    if name not in _RECORD_FIELDS:
-        record.details[name] = value
-    else:
+    if name in _RECORD_FIELDS:
         setattr(record, name, round(value) if name in (*COUNTS, "num_speculative_tokens") else value)
+    else:
+        record.details[name] = value
 
 
 def at(node: Any, path: str) -> Any:

@@ -4,7 +4,6 @@ Phases come from named ranges (vLLM prints them), else from kernels that mark a 
 ``data/reference/engine_trace.csv`` names both. Read event by event; kept are the times and a number per kernel name.
 """
 
-import csv
 import itertools
 import json
 import re
@@ -16,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from labkit.engines.reading import Input
+from labkit.engines.tables import read_table
 from labkit.errors import InputError
-from labkit.paths import REFERENCE
 
 MAX_EVENT_CHARACTERS, MAX_HEADER_CHARACTERS, MAX_EVENTS = 1 << 20, 64 << 20, 20_000_000
 _DEVICE, _RANGES = ("kernel", "gpu_memcpy", "gpu_memset"), {"user_annotation": "cpu", "gpu_user_annotation": "gpu"}
@@ -68,8 +67,7 @@ def events(source: Input) -> Iterator[dict[str, Any]]:
 
 
 def _table(what: str) -> list[tuple[re.Pattern[str], str, str]]:
-    with (REFERENCE / "engine_trace.csv").open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["what"] == what]
+    rows = [row for row in read_table("engine_trace.csv") if row["what"] == what]
     return [(re.compile(row["pattern"]), row["phase"], row["next_phase"]) for row in rows]
 
 
