@@ -414,6 +414,24 @@ def test_contradictions_are_named(tmp_path):
     assert any("360 accepted of 300" in text for text in record.warnings)
 
 
+GARBLED = [
+    DECODE.replace("2026-06-03", "2026-42-03"),
+    DECODE.replace("2.80", "nan").replace("5120", "9" * 400),
+    "llamacpp:spec_decode_num_draft_tokens_total " + "9" * 400,
+    "| llama | pp" + "9" * 400 + " @ d8192 | 50.00 |",
+    "draft acceptance = 0.6 (  360 accepted /   600 generated), mean acceptance length = " + "9" * 400,
+    '{"internal_states": -1, "version": []}',
+    '{"spec_verify_ct": [], "completion_tokens": {"a": 1}, "spec_accept_histogram": [null, "x", -1]}',
+    "Decode batch, " + "#a (b): " * 5000,
+]
+
+
+@pytest.mark.parametrize("text", GARBLED)
+def test_garbled_lines_do_no_harm(text):
+    for record in Reader().read_text(f"{text}\n{DECODE}\n{text}", "x"):
+        json.dumps(record.to_dict(), allow_nan=False)
+
+
 def test_secrets_of_the_arguments_are_not_kept():
     reader = Reader()
     text = "server_args=ServerArgs(model_path='m', api_key='sk-1', attention_backend='fa3', version='0.5.21')\n"

@@ -88,6 +88,10 @@ def run_diagnose(arguments: argparse.Namespace) -> int:
             paths += [arguments.file] if arguments.file else []
             records = (record for path in paths for record in reader.read(path, server))
             found = diagnose(records, server, gpu=arguments.gpu, model=arguments.model, kv_dtype=arguments.kv_dtype)
+        if not found.engine:
+            raise InputError(
+                f"{arguments.file}: no figures of a known engine in it; docs/importing.md lists what is read"
+            )
         content, lines = found.to_dict(), [render(found)]
     else:
         raise InputError("wanted a log, a trace, --base-url or --launch")

@@ -15,6 +15,7 @@ import pandas as pd
 from labkit.engines.record import Record
 from labkit.engines.roles import Role, gpu_row, kernel, resolve_roles, rows_of, speculative_tokens
 from labkit.engines.server import Server
+from labkit.engines.tables import read_table
 from labkit.intervals import generator, percentile_interval, resampled_weights, student_spread
 from labkit.shapes import ModelShape, model_shape, model_shapes
 
@@ -115,10 +116,9 @@ def _acceptance(found: Diagnosis, windows: pd.DataFrame) -> None:
         entry |= {"mean_acceptance_length": mean, "low": low, "high": high, "step_ms": step}
         found.bands.append({name: None if pd.isna(value) else value for name, value in entry.items()})
     if len(draws) > 1 and np.isfinite([draws[0], draws[-1]]).all():
-        low, high = percentile_interval(draws[-1] - draws[0], 0.95)
+        _, high = percentile_interval(draws[-1] - draws[0], 0.95)
         change = found.bands[-1]["mean_acceptance_length"] / found.bands[0]["mean_acceptance_length"] - 1
-        falls, rises = high < 0 and change < -FALLING, low > 0 and change > FALLING
-        found.acceptance = "falling with context" if falls else "rising with context" if rises else "flat over context"
+        found.acceptance = "falling with context" if high < 0 and change < -FALLING else "flat over context"
     else:
         found.unknown.append("whether acceptance depends on context: windows of one band only, or too few")
 
@@ -161,46 +161,35 @@ def _line(weights: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def _judge(found: Diagnosis, windows: pd.DataFrame, k: int | None) -> None:
-    """The likely cause and the next step, by rules; what is not known stays named."""
+    """The first rule of ``diagnosis_rules.csv`` that holds; what is not known stays named."""
     verify, ratio = found.roles.get("verify", Role("unknown", "")), found.slope_over_floor
-    runs = kernel(found, verify.backend)
-    eager = int((windows["cuda_graph"] == False).sum())  # noqa: E712
-    length = float(np.average(windows["mean_acceptance_length"], weights=windows["weight"])) if len(windows) else 0
-    if windows.empty:
-        found.cause = "no speculative windows in this log: speculation is off, or the engine does not print it"
-    elif length < BROKEN:
-        found.cause = f"acceptance: length {length:.2f}, so the draft path is broken rather than slow"
-        found.next_step = (
-            "check that drafter and target belong together (layers, vocabulary, quantisation), then the text"
-        )
-    elif ratio and ratio[1] > STEEP:
-        found.cause = f"verify cost: the step pays {ratio[0]:.0f}x one read of the KV cache per cached token"
-        if runs is None:
-            found.unknown.append(f"which kernel {verify.backend} verifies with in version {found.engine_version}")
-        elif runs["kv_split"] == "no":
-            found.cause += f"; {verify.backend} verifies without a KV split ({runs['note']})"
-        found.next_step = _other_backend(found, verify)
-    elif found.acceptance == "falling with context":
-        found.cause = "acceptance: it falls with context, while the step time stays near its floor or is unknown"
-        found.next_step = (
-            "compare the drafter's max_position_embeddings and trained length with these contexts; lower k"
-        )
-    elif eager > 0.2 * len(windows):
-        found.cause = f"launch overhead: {eager} of {len(windows)} windows ran without a CUDA graph"
-        rows = rows_of(found.engine, "setting", found.engine_version, role="graph")
-        found.next_step = (
-            f"raise {rows[0]['flag']} above the running requests" if rows else "flag unknown for this version"
-        )
-    elif ratio and ratio[2] < NEAR_FLOOR:
-        found.cause = (
-            "neither: acceptance holds and attention is near its floor; what is left is the fixed cost per step"
-        )
-        found.next_step = "measure the plain step (--recipe backend-ab) and k (--recipe k-sweep)"
-    else:
-        found.cause = "undecided: " + (
-            "the slope is between healthy and steep" if ratio else "no floor to compare with"
-        )
-        found.next_step = "--recipe all-reject: the cost ratio without the effect of acceptance"
+    runs, eager = kernel(found, verify.backend), int(windows["cuda_graph"].eq(False).sum())
+    length = float(np.average(windows["mean_acceptance_length"], weights=windows["weight"])) if len(windows) else 0.0
+    graph = rows_of(found.engine, "setting", found.engine_version, role="graph")
+    holds = {
+        "no_speculation": windows.empty,
+        "broken_draft": length < BROKEN,
+        "verify_cost": ratio is not None and ratio[1] > STEEP,
+        "falling_acceptance": found.acceptance == "falling with context",
+        "eager": eager > 0.2 * len(windows),
+        "fixed_cost": ratio is not None and ratio[2] < NEAR_FLOOR,
+        "between": ratio is not None,
+        "no_floor": True,
+    }
+    rule = next(row for row in read_table("diagnosis_rules.csv") if holds[row["finding"]])
+    unsplit = runs is not None and runs["kv_split"] == "no"
+    words = {
+        "length": length,
+        "ratio": ratio[0] if ratio else None,
+        "kernel": f"; {verify.backend} verifies without a KV split ({runs['note']})" if runs and unsplit else "",
+        "flag": _other_backend(found, verify) if rule["finding"] == "verify_cost" else "",
+        "eager": eager,
+        "windows": len(windows),
+        "graph_flag": graph[0]["flag"] if graph else "the graph sizes (flag unknown for this version)",
+    }
+    found.cause, found.next_step = rule["cause"].format(**words), rule["next_step"].format(**words)
+    if rule["finding"] == "verify_cost" and runs is None:
+        found.unknown.append(f"which kernel {verify.backend} verifies with in version {found.engine_version}")
     if k and length > k + 1.05:
         found.warnings.append(f"contradiction: length {length:.2f} above k + 1 = {k + 1}")
     found.unknown.append("cost of a plain decode step: not in this log; --recipe all-reject gives it in two minutes")
@@ -227,21 +216,17 @@ def render(found: Diagnosis) -> str:
     def shown(value: Interval | None, form: str) -> str:
         return "unknown" if value is None else f"{value[0]:{form}} [{value[1]:{form}}, {value[2]:{form}}]"
 
-    version = found.engine_version or "(version unknown)"
-    lines = [f"{found.engine} {version}, {found.model or 'model unknown'}, {found.gpu or 'GPU unknown'}"]
-    lines += ["", f"acceptance: {found.acceptance}"]
+    lines = [", ".join(x or "unknown" for x in (found.engine, found.engine_version, found.model, found.gpu))]
+    lines += [f"acceptance: {found.acceptance}"]
     for band in found.bands:
-        where = (
-            "any context"
-            if band["context_len_low"] is None
-            else f"{band['context_len_low']} to {band['context_len_high']}"
-        )
-        bounds = "" if band["low"] is None else f" [{band['low']:.2f}, {band['high']:.2f}]"
-        step = "" if band["step_ms"] is None else f", step {band['step_ms']:.1f} ms"
-        lines.append(f"  {where}: {band['mean_acceptance_length']:.2f}{bounds}, {band['num_windows']} windows{step}")
+        low, high, length = band["low"], band["high"], band["mean_acceptance_length"]
+        value = shown(None if low is None else (length, low, high), ".2f") if low else f"{length:.2f}"
+        step = f", step {band['step_ms']:.1f} ms" if band["step_ms"] else ""
+        where = f"{band['context_len_low'] or 'any'} to {band['context_len_high'] or 'any'}"
+        lines.append(f"  context {where}: {value}, {band['num_windows']} windows{step}")
     slope, intercept = shown(found.slope_ms_per_1k, ".3f"), shown(found.intercept_ms, ".1f")
-    lines += ["", f"step: {slope} ms per 1,024 cached tokens + {intercept} ms, batch {found.batch_size or 'unknown'}"]
+    lines += [f"step: {slope} ms per 1,024 cached tokens + {intercept} ms, batch {found.batch_size or 'unknown'}"]
     lines += [f"  you pay {shown(found.slope_over_floor, '.1f')} x one KV read"]
-    lines += ["", "roles:", *(f"  {name}: {role.backend}, {role.how}" for name, role in found.roles.items())]
-    lines += ["", f"likely cause: {found.cause}", f"next step: {found.next_step or 'none'}"]
+    lines += [f"{name}: {role.backend}, {role.how}" for name, role in found.roles.items()]
+    lines += [f"likely cause: {found.cause}", f"next step: {found.next_step}"]
     return "\n".join([*lines, *(f"unknown: {x}" for x in found.unknown), *(f"warning: {x}" for x in found.warnings)])

@@ -20,7 +20,7 @@ ENGINES = ("auto", "sglang", "vllm", "llamacpp", "trtllm", "aiperf", "guidellm",
 # Lines without any of these are passed over: most lines of a server's log.
 _INTERESTING = re.compile(
     r"batch|etrics: |throughput: |KV cache size|eval time|acceptance|statistics |\||backend|version|build: "
-    r"|server_args|args: |engine \(v|implementation|NVIDIA|RTX "
+    r"|server_args|args: |engine \(v|implementation|NVIDIA|RTX |Serving Bench|total_num_out|n_draft|\[AL\]"
 )
 
 
@@ -100,14 +100,15 @@ class Reader:
     def _of_line(self, text: str, place: str) -> list[Record]:
         if SAMPLE.match(text):
             return self.metrics.feed(text, place)
-        if _INTERESTING.search(text):
+        interesting = _INTERESTING.search(text)
+        if interesting:
             for item in self._lines:
                 if match := item.pattern.search(text):
                     values = match.groupdict() if item.read == "regex" else labelled(text[match.end() :])
                     return getattr(self._logs[item.engine], item.then)(item.record(values, place), values, text)
             if self.server.take_line(text):
                 return []
-        return self._blocks.feed(text, place)
+        return self._blocks.feed(text, place) if interesting or self._blocks.start else []
 
     def _of_json(self, content: Any, place: str) -> Iterator[Record]:
         """Records of every known object inside a JSON value; the outermost object that matches wins."""

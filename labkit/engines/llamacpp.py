@@ -46,10 +46,10 @@ class Log:
 
     def bench_row(self, record: Record, values: Mapping[str, str], text: str) -> list[Record]:
         """A table row of one plain setting; ``pp`` rows give the time of one forward of q_len tokens."""
-        rate, forward = record.output_tokens_per_s, record.details.get("forward_tokens_per_s")
+        rate, forward, q_len = record.output_tokens_per_s, *map(record.details.get, ("forward_tokens_per_s", "q_len"))
         record.batch_size, record.context_len = record.batch_size or 1.0, record.context_len or 0.0
-        if forward:
-            record.step_ms = 1000 * record.details["q_len"] / forward
+        if forward and q_len:
+            record.step_ms = 1000 * q_len / forward
         elif rate:
             record.mean_acceptance_length, record.step_ms = 1.0, 1000 * record.batch_size / rate
             record.context_len += record.details.get("output_tokens", 0) / 2

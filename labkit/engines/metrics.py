@@ -62,12 +62,13 @@ class MetricsPages:
         from prometheus_client.parser import text_string_to_metric_families
 
         try:
-            samples = [sample for family in text_string_to_metric_families(text + "\n") for sample in family.samples]
-        except ValueError:  # cut off inside the labels
+            families = text_string_to_metric_families(text + "\n")
+            samples = [(sample, float(sample.value)) for family in families for sample in family.samples]
+        except (ValueError, OverflowError):  # cut off inside the labels
             return []
         done, item = [], next(item for engine, item in self.formats.items() if text.startswith(engine))
-        for sample in samples:
-            name, value = sample.name[len(item.engine) + 1 :], float(sample.value)
+        for sample, value in samples:
+            name = sample.name[len(item.engine) + 1 :]
             key = (name, str(sorted(sample.labels.items())))
             if item.engine in self.open and key in self.open[item.engine].seen:
                 done += self._finish(item)
@@ -76,7 +77,7 @@ class MetricsPages:
             scrape.model = scrape.model or sample.labels.get("model_name")
             base, position = name.removesuffix("_total"), sample.labels.get("position", "")
             target = item.fields.get(base, ("", 1.0))[0]
-            if not abs(value) < 1e300:  # NaN as well
+            if not abs(value) < 1e15:  # NaN as well
                 continue
             if base == "spec_decode_num_accepted_tokens_per_pos" and position.isdigit() and int(position) < 1024:
                 scrape.positions[int(position)] += value

@@ -15,9 +15,9 @@ from typing import Any
 from labkit.errors import InputError
 from labkit.progress import progress
 
-MAX_LINE_BYTES = 64 << 20  # one JSON line with the details of every request may be long
-MAX_LOG_CHARACTERS = 1 << 14  # no engine prints a longer log line; patterns never see more
-MAX_DOCUMENT_BYTES = 64 << 20
+MAX_LINE_BYTES = 32 << 20  # one JSON line with the details of every request may be long
+MAX_LOG_CHARACTERS = 1 << 15  # no engine prints a longer log line; patterns never see more
+MAX_DOCUMENT_BYTES = 32 << 20
 MAX_EXPANSION, FREE_EXPANSION_BYTES, _PROGRESS_BYTES = 200, 1 << 28, 64 << 20
 _ANSI = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]{0,256}(?:\x07|\x1b\\)")
 _ENVELOPES = ("log", "MESSAGE")  # docker's json-file driver; journalctl -o json

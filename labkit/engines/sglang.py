@@ -92,7 +92,7 @@ class Log:
             rank.recent.clear()
         if step and not record.details.get("stalled") and not record.details.get("after_idle"):
             rank.recent.append(step)
-        now = datetime.fromisoformat(record.time) if record.time else None
+        now = _moment(record.time)
         silence = (now - rank.last).total_seconds() if now and rank.last else 0
         if silence > _SILENT_S and record.prefill_mixed:
             record.details["silent_s"] = silence
@@ -146,6 +146,13 @@ def _prefix(text: str) -> tuple[str | None, str]:
     return (match[1], match[2].strip()) if match else (None, "")
 
 
+def _moment(text: str | None) -> datetime | None:
+    try:
+        return datetime.fromisoformat(text) if text else None
+    except ValueError:  # a cut or garbled line
+        return None
+
+
 def _idle(record: Record) -> None:
     record.details["after_idle"] = True
     record.warn("first line after idle: its throughput is divided by the idle time too, so no step time from it")
@@ -166,9 +173,8 @@ def meta_info(record: Record, node: Mapping[str, Any]) -> None:
 
 def server_info(record: Record, node: Mapping[str, Any]) -> None:
     """One length per rank; they cannot be pooled without their step counts."""
-    ranks = [
-        number(state.get("avg_spec_accept_length")) for state in node["internal_states"] if isinstance(state, dict)
-    ]
+    states = node["internal_states"] if isinstance(node["internal_states"], list) else []
+    ranks = [number(state.get("avg_spec_accept_length")) for state in states if isinstance(state, dict)]
     known = [value for value in ranks if value is not None]
     record.details["mean_acceptance_length_of_ranks"] = ranks
     if len(ranks) == 1 and known:

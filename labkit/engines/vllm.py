@@ -54,7 +54,8 @@ class Log:
             rate = sum(line.output_tokens_per_s or 0 for line in lines)
             batch = sum(line.batch_size or 0 for line in lines)
             record.batch_size, record.output_tokens_per_s = batch or None, rate or None
-            record.prefill_mixed = sum(line.details.get("prompt_tokens_per_s", 0) for line in lines) > 0.05 * rate
+            # A prompt token costs far less than a generated one: fewer of them than generated ones do not show.
+            record.prefill_mixed = sum(line.details.get("prompt_tokens_per_s", 0) for line in lines) > rate
             record.details["num_queued"] = sum(line.details.get("num_queued", 0) for line in lines)
             if self.kv_tokens and batch:
                 used = sum(line.details.get("kv_usage", 0) for line in lines)
