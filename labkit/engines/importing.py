@@ -17,10 +17,11 @@ from labkit.engines.tables import formats, labelled, match_json, number, numbers
 from labkit.errors import InputError
 
 ENGINES = ("auto", "sglang", "vllm", "llamacpp", "trtllm", "aiperf", "guidellm", "llamabenchy", "specforge", "mlx-vlm")
-# Lines without any of these are passed over: most lines of a server's log.
+# Lines without any of these are passed over outside a console block: most lines of a server's log.
 _INTERESTING = re.compile(
-    r"batch|etrics: |throughput: |KV cache size|eval time|acceptance|statistics |\||backend|version|build: "
-    r"|server_args|args: |engine \(v|implementation|NVIDIA|RTX |Serving Bench|total_num_out|n_draft|\[AL\]"
+    rb"^\s*(?:\{|\[\{|data: \{|sglang:|vllm:|llamacpp:|trtllm_)|batch|etrics: |throughput: |KV cache size|eval time"
+    rb"|acceptance|statistics |\||backend|version|build: |server_args|args: |with config:|implementation|NVIDIA|RTX "
+    rb"|Serving Bench|total_num_out|n_draft|\[AL\]"
 )
 
 
@@ -70,7 +71,7 @@ class Reader:
         first, _, rest = start.partition(b"\n")
         opened = first[:1] == b"{" or (first[:1] == b"[" and first[1:2] in b'[{"')
         if not opened or (first.rstrip().endswith((b"}", b"]")) and rest):
-            yield from self._of_lines(source.lines(), source.name)
+            yield from self._of_lines(source.lines(self._wanted), source.name)
             return
         data = b""
         while (chunk := source.read(1 << 20)) and len(data) <= MAX_DOCUMENT_BYTES:
@@ -83,6 +84,9 @@ class Reader:
         else:
             self.notes.append(f"{source.name}: no whole JSON value (cut off or nested too deep); read line by line")
             yield from self._of_lines(enumerate(text.splitlines(), start=1), source.name)
+
+    def _wanted(self, line: bytes) -> bool:
+        return bool(self._blocks.start) or _INTERESTING.search(line) is not None
 
     def _of_lines(self, lines: Iterable[tuple[int, str]], name: str) -> Iterator[Record]:
         for line, text in lines:
@@ -100,15 +104,11 @@ class Reader:
     def _of_line(self, text: str, place: str) -> list[Record]:
         if SAMPLE.match(text):
             return self.metrics.feed(text, place)
-        interesting = _INTERESTING.search(text)
-        if interesting:
-            for item in self._lines:
-                if match := item.pattern.search(text):
-                    values = match.groupdict() if item.read == "regex" else labelled(text[match.end() :])
-                    return getattr(self._logs[item.engine], item.then)(item.record(values, place), values, text)
-            if self.server.take_line(text):
-                return []
-        return self._blocks.feed(text, place) if interesting or self._blocks.start else []
+        for item in self._lines:
+            if match := item.pattern.search(text):
+                values = match.groupdict() if item.read == "regex" else labelled(text[match.end() :])
+                return getattr(self._logs[item.engine], item.then)(item.record(values, place), values, text)
+        return [] if self.server.take_line(text) else self._blocks.feed(text, place)
 
     def _of_json(self, content: Any, place: str) -> Iterator[Record]:
         """Records of every known object inside a JSON value; the outermost object that matches wins."""

@@ -8,7 +8,7 @@ import json
 import re
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +73,8 @@ class Input:
             self._bar.close()
         self._raw.close()
 
-    def lines(self) -> Iterator[tuple[int, str]]:
-        """Line number from 1, and text without colour and envelope.
+    def lines(self, wanted: Callable[[bytes], object]) -> Iterator[tuple[int, str]]:
+        """Line number from 1, and text without colour and envelope, of the wanted lines.
 
         A carriage return inside a line (progress bars) ends a part of it. Lines above ``MAX_LINE_BYTES`` are dropped
         and named in `notes`.
@@ -86,6 +86,8 @@ class Input:
                 while (rest := self.read(1 << 20, line=True)) and not rest.endswith(b"\n"):
                     pass
                 self.notes.append(f"line {number} is longer than {MAX_LINE_BYTES >> 20} MiB and was left out")
+                continue
+            if not wanted(line):
                 continue
             for part in line.rstrip(b"\r\n").split(b"\r"):
                 yield number, clean(part.decode("utf-8", "replace"))
