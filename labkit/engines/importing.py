@@ -57,13 +57,16 @@ class Reader:
 
     def _checked(self, records: Iterator[Record], server: Server | None) -> Iterator[Record]:
         self._start(server or Server())
+        backend, changes = None, 0
         for record in itertools.chain(records, self._at_end()):
             if self.engine in ("auto", record.engine):
                 facts = self.server
                 record.engine_version = record.engine_version or facts.version
                 record.model = record.model or facts.model
-                if facts.named or facts.args:
-                    record.backend = {role: found.backend for role, found in resolve_roles(facts).items()} or None
+                if facts.changes != changes:
+                    backend = {role: found.backend for role, found in resolve_roles(facts).items()} or None
+                    changes = facts.changes
+                record.backend = backend
                 yield checks.check(record, imposed=facts.imposed, graphs=self._graphs)
 
     def _records(self, source: Input) -> Iterator[Record]:

@@ -64,7 +64,11 @@ def resolve_roles(server: Server, gpu: str | None = None) -> dict[str, Role]:
         if role in server.named:
             found[role] = Role(server.named[role], "named by the log")
         elif used and rows:
-            found[role] = _resolve(rows[-1], server, found, gpu or server.gpu)
+            resolved, row = _resolve(rows[-1], server, found, gpu or server.gpu), rows[-1]
+            unsure = (
+                "" if server.version or not row["version_to"] else f" (version unknown: rule of {row['version_to']})"
+            )
+            found[role] = Role(resolved.backend, resolved.how + unsure)
     return {role: found[role] for role in ROLES if role in found}
 
 
@@ -84,9 +88,8 @@ def _resolve(row: dict[str, str], server: Server, found: dict[str, Role], gpu: s
     if source == "default":
         rows = [row for row in rows_of(server.engine, "default", server.version) if _fits(row, gpu)]
         if len({row["value"] for row in rows}) == 1:
-            return Role(
-                rows[0]["value"], f"default of the table for {gpu or 'every GPU'}: {rows[0]['note'] or 'no note'}"
-            )
+            note = rows[0]["note"] or "no note"
+            return Role(rows[0]["value"], f"default of the table for {gpu or 'every GPU'}: {note}")
         return Role("unknown", "default: not in the log, and unknown for this version and GPU")
     return Role("unknown", "picked automatically, not printed" if source == "automatic" else "unknown for this version")
 
@@ -105,27 +108,22 @@ def kernel(server: Any, backend: str, role: str = "verify") -> dict[str, str] | 
 def speculative_tokens(server: Server) -> int | None:
     """k of a server's arguments: SGLang's num-draft-tokens counts the root, the others do not."""
     rows = server.number("speculative_num_draft_tokens", "speculative_dflash_block_size")
-    return (
-        rows - 1
-        if rows
-        else server.number("num_speculative_tokens", "spec_draft_n_max", "max_draft_len", "num_spec_tokens")
-    )
+    others = server.number("num_speculative_tokens", "spec_draft_n_max", "max_draft_len", "num_spec_tokens")
+    return rows - 1 if rows else others
 
 
 def launch_findings(server: Server, flags: list[str]) -> Iterator[str]:
     """What is inconsistent in the arguments of a launch line, in plain words."""
     engine, version, args = server.engine, server.version, server.args
     for flag in flags:
-        rows = [
-            row for row in read_table("engine_flags.csv") if row["engine"] == engine and flag in row["flag"].split("|")
-        ]
+        known = (row for row in read_table("engine_flags.csv") if row["engine"] == engine)
+        rows = [row for row in known if flag in row["flag"].split("|")]
         if rows and not any(row in rows_of(engine, row["kind"], version) for row in rows):
             ranges = ", ".join(sorted({f"{row['version_from']} to {row['version_to']}" for row in rows}))
             text = rows[0]["note"] if rows[0]["role"] == "removed" else f"known for {ranges}"
             yield f"{flag}: not a flag of {engine} {version}; {text}"
-    steps, topk, rows_given = (
-        server.number(f"speculative_{x}") for x in ("num_steps", "eagle_topk", "num_draft_tokens")
-    )
+    names = ("num_steps", "eagle_topk", "num_draft_tokens")
+    steps, topk, rows_given = (server.number(f"speculative_{name}") for name in names)
     chain = topk in (None, 1) and args.get("speculative_algorithm") not in ("NGRAM", "DFLASH", "DSPARK")
     most = steps + 1 if steps and chain else sum(topk**i for i in range(steps + 1)) if steps and topk else None
     if most and rows_given and (rows_given > most or (chain and rows_given != most)):
@@ -147,6 +145,6 @@ def launch_notes(server: Server) -> Iterator[str]:
     if (
         server.engine == "sglang"
         and "speculative_algorithm" in server.args
-        and "max_running_requests" not in server.args
+        and not server.number("max_running_requests")
     ):
         yield "--max-running-requests is unset: any speculative algorithm sets it to 48, a ceiling on throughput"

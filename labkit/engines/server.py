@@ -25,7 +25,7 @@ _ENVIRONMENT = re.compile(r"([A-Z][A-Z0-9_]+)=(.*)")
 
 @dataclass
 class Server:
-    """Collected facts. ``named`` holds backends by the role the engine printed them for, ``args`` arguments as text."""
+    """Collected facts: ``named`` backends by role as printed, ``args`` as text; ``changes`` counts what was learnt."""
 
     engine: str = ""
     version: str | None = None
@@ -33,6 +33,7 @@ class Server:
     gpu: str | None = None
     args: dict[str, str] = field(default_factory=dict)
     named: dict[str, str] = field(default_factory=dict)
+    changes: int = 0
 
     def take_line(self, text: str) -> bool:
         """Look at one log line; whether it told something."""
@@ -44,7 +45,7 @@ class Server:
                 self.take_args(dict(_ARGUMENT.findall(text.partition(mark)[2])))
         for item in formats("server"):
             if match := item.pattern.search(text):
-                self.engine = item.engine
+                self.engine, self.changes = item.engine, self.changes + 1
                 for name, value in match.groupdict().items():
                     if name == "version":
                         self.version = value
@@ -58,6 +59,7 @@ class Server:
 
     def take_args(self, args: Mapping[str, Any]) -> None:
         """Keep the arguments that bear on cost; texts "None" and "" count as unset."""
+        self.changes += 1
         for name, value in args.items():
             text = str(value).strip("'\"")
             if isinstance(value, dict):  # the drafter's backend and model are not the target's
