@@ -112,6 +112,29 @@ def test_tensor_parallel_servers_read_their_share():
     assert diagnosed(text).slope_over_floor[0] == pytest.approx(80, rel=0.05)
 
 
+def test_vllm_context_comes_from_the_cache_usage():
+    lines = [
+        "INFO 06-03 10:00:00 Initializing a V1 LLM engine (v0.24.0) with config: model='org/Llama-3.3-70B-x'",
+        "INFO 06-03 10:00:00 Using AttentionBackendEnum.TRITON_ATTN backend.",
+        "INFO 06-03 10:00:00 Device NVIDIA H200, GPU KV cache size: 1,000,000 tokens",
+        "INFO 06-03 10:00:00 Device NVIDIA H200",
+    ]
+    for usage in range(1, 121, 2):
+        step = 20 + 20 * FLOOR * usage * 1000 / 1024
+        lines += [
+            f"INFO 06-03 10:00:10 Engine 000: Avg prompt throughput: 0.0 tokens/s, Avg generation throughput: "
+            f"{2800 / step:.1f} tokens/s, Running: 1 reqs, Waiting: 0 reqs, GPU KV cache usage: {usage / 10:.1f}%",
+            "INFO 06-03 10:00:10 SpecDecoding metrics: Mean acceptance length: 2.80, Accepted throughput: "
+            f"{1800 / step:.2f} tokens/s, Drafted throughput: {3000 / step:.2f} tokens/s, Accepted: 360 tokens, "
+            "Drafted: 600 tokens, Per-position acceptance rate: 0.800, 0.600, 0.400, Avg Draft acceptance rate: 60.0%",
+        ]
+    found = diagnosed("\n".join(lines))
+    assert found.slope_over_floor[0] == pytest.approx(20, rel=0.05)
+    assert found.roles["verify"] == found.roles["decode"]
+    assert "TRITON_ATTN verifies without a KV split" in found.cause
+    assert found.next_step.startswith("--attention-backend FLASH_ATTN")
+
+
 def server(engine="sglang", version="0.5.21", gpu=None, named=None, **args):
     made = Server(engine=engine, version=version, gpu=gpu, named=dict(named or {}))
     made.take_args(args)

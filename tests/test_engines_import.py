@@ -414,6 +414,16 @@ def test_contradictions_are_named(tmp_path):
     assert any("360 accepted of 300" in text for text in record.warnings)
 
 
+def test_speedup_above_the_length_is_told(tmp_path):
+    plain = {name: value for name, value in SERVE.items() if not name.startswith("spec")} | {"output_throughput": 10.0}
+    paths = [tmp_path / "plain.json", tmp_path / "spec.json"]
+    for path, content in zip(paths, (plain, SERVE), strict=True):
+        path.write_text(json.dumps(content))
+    first, second = import_files(paths)
+    assert first.warnings == []
+    assert any("speed-up 5.60 above the acceptance length 2.80" in text for text in second.warnings)
+
+
 GARBLED = [
     DECODE.replace("2026-06-03", "2026-42-03"),
     DECODE.replace("2.80", "nan").replace("5120", "9" * 400),

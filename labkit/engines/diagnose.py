@@ -19,7 +19,7 @@ from labkit.engines.tables import read_table
 from labkit.intervals import generator, percentile_interval, resampled_weights, student_spread
 from labkit.shapes import ModelShape, model_shape, model_shapes
 
-MAX_WINDOWS, MIN_WINDOWS, RESAMPLES = 20_000, 6, 1000
+MAX_WINDOWS, MIN_WINDOWS, RESAMPLES = 5000, 6, 1000
 STEEP, NEAR_FLOOR, BROKEN, FALLING = 3.0, 2.0, 1.1, 0.05
 Interval = tuple[float, float, float]
 
@@ -83,8 +83,10 @@ def diagnose(
     # Windows of SGLang hold equal numbers of steps, so a request weighs as much as another.
     windows["weight"] = [float(record.steps or record.batch_size or 1) for record in kept]
     _acceptance(found, windows)
-    close = [name for name in model_shapes() if _plain(name) in _plain(found.model or "")]
+    # Names of few letters ("tiny") are parts of other names.
+    close = [name for name in model_shapes() if len(name) > 4 and _plain(name) in _plain(found.model or "")]
     shape = model_shape(model) if model else model_shapes()[max(close, key=len)] if close else None
+    found.model = f"{found.model} (shape {shape.name})" if shape else found.model
     num_gpus = server.number("tp_size", "tensor_parallel_size", "tp") or 1
     _cost(found, windows, shape, kv_dtype or server.args.get("kv_cache_dtype", ""), num_gpus)
     _judge(found, windows, speculative_tokens(server))
@@ -108,12 +110,13 @@ def _acceptance(found: Diagnosis, windows: pd.DataFrame) -> None:
         mean, counts = float(np.average(length, weights=weight)), resampled_weights(len(rows), RESAMPLES, rng) * weight
         draws.append(mean + student_spread(len(rows), RESAMPLES, rng) * (counts @ length / counts.sum(axis=1) - mean))
         low, high = percentile_interval(draws[-1], 0.95)
-        edges = [int(2 ** (float(str(band)) + side)) if placed is not windows else None for side in (-0.5, 0.5)]
-        entry: dict[str, Any] = dict(zip(("context_len_low", "context_len_high"), edges, strict=True)) | {
-            "num_windows": len(rows)
+        low_edge, high_edge = (int(2 ** (float(str(band)) + side)) for side in (-0.5, 0.5))
+        known, step = placed is not windows, rows["step_ms"].astype(float).median()
+        entry: dict[str, Any] = {
+            "context_len_low": low_edge if known else None,
+            "context_len_high": high_edge if known else None,
         }
-        step = rows["step_ms"].astype(float).median()
-        entry |= {"mean_acceptance_length": mean, "low": low, "high": high, "step_ms": step}
+        entry |= {"num_windows": len(rows), "mean_acceptance_length": mean, "low": low, "high": high, "step_ms": step}
         found.bands.append({name: None if pd.isna(value) else value for name, value in entry.items()})
     if len(draws) > 1 and np.isfinite([draws[0], draws[-1]]).all():
         _, high = percentile_interval(draws[-1] - draws[0], 0.95)

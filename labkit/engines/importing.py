@@ -144,11 +144,15 @@ def import_files(paths: Sequence[str | Path], engine: str = "auto", reader: Read
 
     Raises InputError: a file cannot be read, or holds no figure of the engine asked for.
     """
-    reader = reader or Reader(engine)
+    reader, plain = reader or Reader(engine), dict[Any, Record]()
     for path in paths:
         found = False
         for record in reader.read(path):
-            found = True
+            found, load = True, (record.scope, record.model, record.details.get("max_concurrency"), record.batch_size)
+            if record.mean_acceptance_length is None and record.output_tokens_per_s:
+                plain[load] = record  # a load test without a draft: what a later one of the same load is compared with
+            elif load in plain and (text := checks.compare_arms(plain[load], record)["warning"]):
+                record.warn(str(text))
             yield record
         if not found:
             wanted = "a known engine" if reader.engine == "auto" else reader.engine
