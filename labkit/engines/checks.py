@@ -43,10 +43,8 @@ def _counts(record: Record) -> Iterator[str]:
     plain = record.details.get("plain") or record.definition.startswith(("plain", "one token"))
     enough = steps >= MIN_STEPS if steps is not None else record.scope != "request"
     if length is not None and enough and not plain and length < 1.1:  # 2
-        yield (
-            f"pinned acceptance: length {length:.2f} means that almost no draft is kept: a broken draft path (wrong or "
-            "mis-quantised head, wrong layers, other tokenizer) more likely than a weak one"
-        )
+        text = "almost no draft is kept: a broken draft path (head, quantisation, tokenizer), not a weak one"
+        yield f"pinned acceptance: length {length:.2f}, {text}"
     if length is not None and enough and k and length > k + 0.995:
         yield f"pinned acceptance: every draft is kept (length {length:.2f} = k + 1); the text may be garbage"
     output, again = (record.details.get(name) for name in ("output_tokens", "output_tokens_retokenized"))

@@ -89,9 +89,7 @@ def run_diagnose(arguments: argparse.Namespace) -> int:
             records = (record for path in paths for record in reader.read(path, server))
             found = diagnose(records, server, gpu=arguments.gpu, model=arguments.model, kv_dtype=arguments.kv_dtype)
         if not found.engine:
-            raise InputError(
-                f"{arguments.file}: no figures of a known engine in it; docs/importing.md lists what is read"
-            )
+            raise InputError(f"{arguments.file}: no figures of a known engine; docs/importing.md lists what is read")
         content, lines = found.to_dict(), [render(found)]
     else:
         raise InputError("wanted a log, a trace, --base-url or --launch")

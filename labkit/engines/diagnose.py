@@ -110,13 +110,10 @@ def _acceptance(found: Diagnosis, windows: pd.DataFrame) -> None:
         mean, counts = float(np.average(length, weights=weight)), resampled_weights(len(rows), RESAMPLES, rng) * weight
         draws.append(mean + student_spread(len(rows), RESAMPLES, rng) * (counts @ length / counts.sum(axis=1) - mean))
         low, high = percentile_interval(draws[-1], 0.95)
-        low_edge, high_edge = (int(2 ** (float(str(band)) + side)) for side in (-0.5, 0.5))
-        known, step = placed is not windows, rows["step_ms"].astype(float).median()
-        entry: dict[str, Any] = {
-            "context_len_low": low_edge if known else None,
-            "context_len_high": high_edge if known else None,
-        }
-        entry |= {"num_windows": len(rows), "mean_acceptance_length": mean, "low": low, "high": high, "step_ms": step}
+        edges = [int(2 ** (float(str(band)) + side)) if placed is not windows else None for side in (-0.5, 0.5)]
+        entry: dict[str, Any] = {"context_len_low": edges[0], "context_len_high": edges[1]}
+        entry["step_ms"] = rows["step_ms"].astype(float).median()
+        entry |= {"num_windows": len(rows), "mean_acceptance_length": mean, "low": low, "high": high}
         found.bands.append({name: None if pd.isna(value) else value for name, value in entry.items()})
     if len(draws) > 1 and np.isfinite([draws[0], draws[-1]]).all():
         _, high = percentile_interval(draws[-1] - draws[0], 0.95)
@@ -206,10 +203,8 @@ def _other_backend(found: Diagnosis, verify: Role) -> str:
         row = kernel(found, name)
         if row and row["kv_split"] == "yes" and name != verify.backend:
             own = found.engine == "sglang" and found.roles["decode"].backend != verify.backend
-            flag, moves = (
-                ("--prefill-attention-backend", "prefill and verify") if own else ("--attention-backend", "all roles")
-            )
-            return f"{flag} {name} (moves {moves}; compare on equal text)"
+            flag = "--prefill-attention-backend" if own else "--attention-backend"
+            return f"{flag} {name} (moves {'prefill and verify' if own else 'all roles'}; compare on equal text)"
     return "unknown for this version: no backend with a KV split for verify is in the table"
 
 

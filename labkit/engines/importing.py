@@ -158,9 +158,7 @@ def import_files(paths: Sequence[str | Path], engine: str = "auto", reader: Read
             wanted = "a known engine" if reader.engine == "auto" else reader.engine
             known = " (arguments and backends only)" if reader.server.args or reader.server.named else ""
             notes = "".join(f"; {note.partition(': ')[2]}" for note in reader.notes)
-            raise InputError(
-                f"{path}: no figures of {wanted} in it{known}{notes}; docs/importing.md lists what is read"
-            )
+            raise InputError(f"{path}: no figures of {wanted}{known}{notes}; docs/importing.md lists what is read")
 
 
 _COLUMNS = {"mean_acceptance_length": ".2f", "draft_acceptance_rate": ".3f", "num_speculative_tokens": "d"}

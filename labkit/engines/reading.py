@@ -98,9 +98,8 @@ def clean(text: str) -> str:
     text = _ANSI.sub("", text) if "\x1b" in text else text
     if text.startswith("{") and any(f'"{name}"' in text[:4096] for name in _ENVELOPES):
         content = load_json(text)
-        inner = [
-            content[name] for name in _ENVELOPES if isinstance(content, dict) and isinstance(content.get(name), str)
-        ]
+        found = content if isinstance(content, dict) else {}
+        inner = [found[name] for name in _ENVELOPES if isinstance(found.get(name), str)]
         return _ANSI.sub("", inner[0]).strip() if inner else text
     return text
 

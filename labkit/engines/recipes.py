@@ -25,21 +25,16 @@ def recipe(name: str, server: Server | None, launch: str | None) -> list[str]:
     server = server or Server()
     rows = [row for row in read_table("engine_recipes.csv") if (row["recipe"], row["engine"]) == (name, server.engine)]
     if not rows:
-        raise InputError(
-            f"recipe: wanted all-reject, k-sweep or backend-ab and a known engine, got {name!r}, {server.engine!r}"
-        )
+        wanted = "all-reject, k-sweep or backend-ab and an engine that has its switch"
+        raise InputError(f"recipe: wanted {wanted}, got {name!r}, {server.engine!r}")
     start, port = _LAUNCH[server.engine]
     given = [f"--{key.replace('_', '-')} {shlex.quote(text)}" for key, text in server.args.items() if text != "False"]
     line = launch or " ".join([start.format(shlex.quote(server.model or "MODEL")), *given])
     lines = [f"# {name}: start each server in turn, replay the same scene, compare step_ms of the arms"]
     for row in rows:
         for value in row["values"].split() or [""]:
-            words = {
-                "value": value,
-                "launch": line,
-                "plain": plain(line),
-                "rows": int(value) + 1 if value.isdigit() else "",
-            }
+            rows_verified = int(value) + 1 if value.isdecimal() else ""
+            words = {"value": value, "launch": line, "plain": plain(line), "rows": rows_verified}
             lines += [f"# {row['title'].format(**words)}", row["command"].format(**words)]
             lines.append(f"labkit replay --base-url http://127.0.0.1:{port} --scene SCENE --repeats 5 --out runs")
     return lines if name == "backend-ab" else [*lines, "# plain decode, the baseline", plain(line), lines[-1]]

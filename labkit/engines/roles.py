@@ -65,10 +65,9 @@ def resolve_roles(server: Server, gpu: str | None = None) -> dict[str, Role]:
             found[role] = Role(server.named[role], "named by the log")
         elif used and rows:
             resolved, row = _resolve(rows[-1], server, found, gpu or server.gpu), rows[-1]
-            unsure = (
-                "" if server.version or not row["version_to"] else f" (version unknown: rule of {row['version_to']})"
-            )
-            found[role] = Role(resolved.backend, resolved.how + unsure)
+            unsure = f" (version unknown: rule of {row['version_to']})"
+            surely = server.version or not row["version_to"]
+            found[role] = resolved if surely else Role(resolved.backend, resolved.how + unsure)
     return {role: found[role] for role in ROLES if role in found}
 
 
@@ -125,12 +124,13 @@ def launch_findings(server: Server, flags: list[str]) -> Iterator[str]:
     names = ("num_steps", "eagle_topk", "num_draft_tokens")
     steps, topk, rows_given = (server.number(f"speculative_{name}") for name in names)
     chain = topk in (None, 1) and args.get("speculative_algorithm") not in ("NGRAM", "DFLASH", "DSPARK")
-    most = steps + 1 if steps and chain else sum(topk**i for i in range(steps + 1)) if steps and topk else None
+    tree = sum(topk**i for i in range(steps + 1)) if steps and topk and steps < 32 else None
+    most = steps + 1 if steps and chain else tree
     if most and rows_given and (rows_given > most or (chain and rows_given != most)):
-        yield (
-            f"--speculative-num-draft-tokens {rows_given}: {steps} steps with topk {topk or 1} hold {most} rows, root "
-            "counted, which is also the ceiling of the acceptance length"
+        text = (
+            f"{steps} steps with topk {topk or 1} hold {most} rows, root counted, the ceiling of the acceptance length"
         )
+        yield f"--speculative-num-draft-tokens {rows_given}: {text}"
     k, batch, graph = speculative_tokens(server), server.number("max_running_requests", "max_num_seqs"), server.number
     if (size := graph("max_cudagraph_capture_size")) and batch and k and size < batch * (k + 1):
         yield f"--max-cudagraph-capture-size {size}: below batch x q_len = {batch} x {k + 1}; those steps run eager"

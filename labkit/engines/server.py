@@ -51,9 +51,8 @@ class Server:
                         self.version = value
                     else:  # vLLM prints a second automatic pick only when it differs: the drafter's
                         second = item.engine == "vllm" and self.named.get(name, value) != value
-                        self.named["draft" if second else name] = (
-                            value.replace(" ", "_").upper() if " " in value else value
-                        )
+                        shown = value.replace(" ", "_").upper() if " " in value else value
+                        self.named["draft" if second else name] = shown
                 return True
         return False
 
@@ -70,13 +69,13 @@ class Server:
             elif name in ("model_path", "model"):
                 self.model = self.model or text
             elif name == "version":
-                self.version = text
+                self.version = text[:60]
             elif _KEPT.search(name):
                 self.args[name] = text[:200]
 
     def number(self, *names: str) -> int | None:
         """The first of these arguments that is a whole number."""
-        return next((int(self.args[name]) for name in names if self.args.get(name, "").isdigit()), None)
+        return next((int(self.args[name]) for name in names if self.args.get(name, "").isdecimal()), None)
 
     @property
     def imposed(self) -> bool:

@@ -138,13 +138,10 @@ def read_steps(path: str | Path) -> tuple[list[dict[str, Any]], list[str]]:
     phases, notes = content.phases(), list(source.notes)
     if not content.ranges:
         notes.append("phases are split at marking kernels: draft_extend cannot be told from draft")
-    first = [
-        i for i, phase in enumerate(phases) if phase[2] == phases[0][2] and (i == 0 or phases[i - 1][2] != phase[2])
-    ]
+    labels = [phase[2] for phase in phases]
+    first = [i for i, label in enumerate(labels) if label == labels[0] and (i == 0 or labels[i - 1] != label)]
     if len(first) < 2:
-        raise InputError(
-            f"{path}: wanted two steps with draft, verify or accept phases; docs/importing.md lists their names"
-        )
+        raise InputError(f"{path}: wanted two steps with draft, verify or accept phases (names: docs/importing.md)")
     steps = (_step(content, n, phases[a:b], phases[b][0]) for n, (a, b) in enumerate(itertools.pairwise(first)))
     return list(itertools.chain.from_iterable(steps)), notes
 
