@@ -170,6 +170,17 @@ FORMS = {
     ),
     "vllm bench serve": (json.dumps(SERVE, indent=2), DRAFTED | POSITIONS | {"output_tokens_per_s": 56.0}),
     "vllm bench serve console": (CONSOLE, DRAFTED | POSITIONS | {"output_tokens_per_s": 56.0}),
+    "sglang bench_serving console": (
+        "============ Serving Benchmark Result ============\nBackend:                                 sglang\n"
+        "Output token throughput (tok/s):         56.00\nConcurrency:                             1.00\n"
+        "Accept length:                           2.80\n==================================================\n",
+        {"mean_acceptance_length": 2.8, "batch_size": 1.0, "engine": "sglang"},
+    ),
+    "sglang bench_serving console, plain": (
+        "============ Serving Benchmark Result ============\nBackend:                                 sglang\n"
+        "Output token throughput (tok/s):         56.00\n==================================================\n",
+        {"mean_acceptance_length": None, "output_tokens_per_s": 56.0, "engine": "sglang"},
+    ),
     "vllm offline script": (
         "total_num_output_tokens: 561\nnum_drafts: 200\nnum_draft_tokens: 600\nnum_accepted_tokens: 360\n"
         "mean acceptance length: 2.80\nacceptance at token 0: 0.80\nacceptance at token 1: 0.60\n"
@@ -233,6 +244,10 @@ FORMS = {
     ),
     "aiperf": (json.dumps(AIPERF), {"mean_acceptance_length": 2.8, "output_tokens_per_s": 56.0, "engine": "aiperf"}),
     "guidellm": (json.dumps({"benchmarks": [GUIDE]}), {"mean_acceptance_length": None, "engine": "guidellm"}),
+    "trtllm request": (
+        '{"acceptance_rate": 0.6, "total_accepted_draft_tokens": 360, "total_draft_tokens": 600}',
+        {"draft_acceptance_rate": 0.6, "mean_acceptance_length": None, "scope": "request"},
+    ),
     "specforge": (
         '{"average_acceptance_length": 2.9, "output_tokens": 560, "spec_verify_count": 200}',
         {"mean_acceptance_length": 2.8, "num_verify_steps": 200},
@@ -552,6 +567,14 @@ def test_stdin():
     for data in (f"{DECODE}\n".encode(), gzip.compress(f"{DECODE}\n".encode())):
         done = subprocess.run(command, input=data, capture_output=True)
         assert json.loads(done.stdout)[0]["mean_acceptance_length"] == 2.8
+
+
+def test_pipe(tmp_path):
+    path = tmp_path / "x.log"
+    path.write_text(f"{DECODE}\n")
+    command = f"{sys.executable} -m labkit import <(cat {path}) --json"
+    done = subprocess.run(["bash", "-c", command], capture_output=True)
+    assert json.loads(done.stdout)[0]["mean_acceptance_length"] == 2.8
 
 
 def test_no_torch():

@@ -87,7 +87,8 @@ class Blocks:
     def flush(self) -> list[Record]:
         """The record of the open block, of the most specific format whose figure is there."""
         start, values, self.start, self.left = self.start, self.values, "", 0
-        found = [item for item in formats("block") if item.mark == start and item.needs in values]
+        mine = (item for item in formats("block") if item.mark == start)
+        found = [item for item in mine if any(label in values for label in item.needs.split("|"))]
         best = max(found, key=lambda item: item.kind == "bench_serving console", default=None)
         return [finish(best, best.record(values, self.place), {})] if best else []
 

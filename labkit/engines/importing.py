@@ -89,7 +89,8 @@ class Reader:
             yield from self._of_lines(enumerate(text.splitlines(), start=1), source.name)
 
     def _wanted(self, line: bytes) -> bool:
-        return bool(self._blocks.start) or _INTERESTING.search(line) is not None
+        access = b"HTTP/1" in line and line[:1] != b"{"  # a web server's access line
+        return bool(self._blocks.start) or (not access and _INTERESTING.search(line) is not None)
 
     def _of_lines(self, lines: Iterable[tuple[int, str]], name: str) -> Iterator[Record]:
         for line, text in lines:

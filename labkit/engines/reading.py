@@ -32,7 +32,7 @@ class Input:
         self._raw: Any
         if self.name == "-":
             self.name, self._raw = "stdin", sys.stdin.buffer
-        elif not Path(path).is_file():
+        elif Path(path).is_dir() or not Path(path).exists():  # a pipe is fine
             problem = "a folder" if Path(path).is_dir() else "no such file"
             raise InputError(f"{path}: {problem}; wanted a log, metrics page, result file or trace (- is stdin)")
         else:
@@ -60,7 +60,7 @@ class Input:
             self.notes.append(f"the gzip file is damaged or cut off ({error}); what came before it was read")
             return b""
         self._expanded += len(data)
-        if self._gzip and self._expanded > max(FREE_EXPANSION_BYTES, MAX_EXPANSION * self.size):
+        if self._gzip and self.size and self._expanded > max(FREE_EXPANSION_BYTES, MAX_EXPANSION * self.size):
             raise InputError(f"{self.name}: expands more than {MAX_EXPANSION} times; wanted a log, not a gzip bomb")
         if self._bar is not None and (done := self._raw.tell() >> 20) > self._shown:
             self._bar.update(done - self._shown)
