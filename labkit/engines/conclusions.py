@@ -1,6 +1,7 @@
 """Published cases of ``data/published/field_reports.jsonl``: their figures, put in an engine's own form, imported.
 
-The inputs are synthetic: the published numbers in lines and objects of the format of the engine or load tool.
+The inputs are synthetic: the published numbers in lines and objects of the format of the engine or load tool, other
+fields of the format filled in. A case with ``filler: length`` did not publish its length: it is not shown.
 """
 
 import itertools
@@ -53,14 +54,16 @@ def conclusions_table(reports: dict[int, dict[str, Any]]) -> pd.DataFrame:
 def _line(case: dict[str, Any]) -> dict[str, Any]:
     records = arms(case)
     flat = list(itertools.chain.from_iterable(records.values()))
-    numbers = [f"length {r.mean_acceptance_length:.2f}" for r in flat if (r.mean_acceptance_length or 1) > 1][:3]
+    lengths = (
+        [] if "filler" in case else [r.mean_acceptance_length for r in flat if r.mean_acceptance_length is not None]
+    )
+    numbers = [f"length {length:.2f}" for length in dict.fromkeys(lengths) if length > 1][:3]
     costs = []
     for plain, arm, *_ in case["pairs"]:
         found = compare_arms(records[plain][-1], records[arm][-1])
         costs.append(found["relative_step_cost"])
         cost = f" at a step of {costs[-1]:.2f} plain ones" if costs[-1] else ""
         numbers.append(f"{arm}: {found['speedup']:.2f}x{cost}")
-    lengths = any(record.mean_acceptance_length is not None for record in flat)
     wrong = any("contradiction" in text for record in flat for text in record.warnings)
     closes = "no" if None in costs or not lengths or wrong else "yes" if costs else "no cost"
     line = {"source": case["source"], "concluded": case["concluded"], "trap": case["trap"], "closes": closes}
