@@ -60,10 +60,10 @@ def _line(case: dict[str, Any]) -> dict[str, Any]:
     numbers = [f"length {length:.2f}" for length in dict.fromkeys(lengths) if length > 1][:3]
     costs = []
     for plain, arm, *_ in case["pairs"]:
-        found = compare_arms(records[plain][-1], records[arm][-1])
-        costs.append(found["relative_step_cost"])
+        ratio = compare_arms(records[plain][-1], records[arm][-1])
+        costs.append(ratio["relative_step_cost"])
         cost = f" at a step of {costs[-1]:.2f} plain ones" if costs[-1] else ""
-        numbers.append(f"{arm}: {found['speedup']:.2f}x{cost}")
+        numbers.append(f"{arm}: {ratio['speedup']:.2f}x{cost}")
     wrong = any("contradiction" in text for record in flat for text in record.warnings)
     closes = "no" if None in costs or not lengths or wrong else "yes" if costs else "no cost"
     line = {"source": case["source"], "concluded": case["concluded"], "trap": case["trap"], "closes": closes}
