@@ -106,6 +106,24 @@ def _build_parser() -> _Parser:
     compare.add_argument("--allow", nargs="+", default=[], metavar="FIELD", help="further differences to accept")
     _json_flag(compare)
 
+    importer = add("import", _import, "read logs, metrics pages, load-test results and traces of engines")
+    diagnoser = add("diagnose", _diagnose, "acceptance or verify cost? which role, which flag")
+    importer.add_argument(
+        "files", nargs="+", metavar="FILE", help="logs, metrics pages, result files, traces; - is stdin"
+    )
+    importer.add_argument("--engine", default="auto", help="auto, sglang, vllm, llamacpp, trtllm, or a load tool")
+    importer.add_argument(
+        "--out", type=Path, metavar="DIR", help="also write DIR/import.jsonl, of traces DIR/steps.jsonl"
+    )
+    _json_flag(importer)
+    diagnoser.add_argument("file", nargs="?", metavar="LOG|TRACE", help="a server's log or a trace; - is stdin")
+    diagnoser.add_argument("--base-url", metavar="URL", help="also read the running server's info and metrics pages")
+    diagnoser.add_argument("--launch", metavar="LINE", help="check a launch line instead of a log")
+    diagnoser.add_argument("--recipe", metavar="NAME", help="print (never run) all-reject, k-sweep or backend-ab")
+    for name in ("gpu", "model", "kv-dtype", "engine-version"):
+        diagnoser.add_argument(f"--{name}", help="where the log or launch line does not tell it")
+    _json_flag(diagnoser)
+
     add("tour", _tour, "headline figure and table from the committed data, without torch")
 
     batch = add("batch", _batch, "run the notebooks unattended: executed copies, HTML, figures")
@@ -178,6 +196,18 @@ def _compare(arguments: argparse.Namespace) -> int:
     comparison = compare_files(*arguments.runs, varying=arguments.varying, allow=arguments.allow)
     _show(arguments, comparison.to_dict(), comparison.to_text())
     return 0 if comparison.comparable else FINDING
+
+
+def _import(arguments: argparse.Namespace) -> None:
+    from labkit.engines.commands import run_import
+
+    run_import(arguments)
+
+
+def _diagnose(arguments: argparse.Namespace) -> int:
+    from labkit.engines.commands import run_diagnose
+
+    return run_diagnose(arguments)
 
 
 def _tour(arguments: argparse.Namespace) -> None:

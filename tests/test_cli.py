@@ -33,6 +33,10 @@ BAD_INPUT = [
     (["breakeven", "--cost", "x", "--acceptance-length", "two"], "X,low,high"),
     (["breakeven", "--cost", "x"], "--acceptance"),
     (["batch", "--preset", "nosuch"], "nosuch"),
+    (["import", "no/such/file"], "no such file"),
+    (["import", "x", "--engine", "nosuch"], "nosuch"),
+    (["diagnose"], "wanted a log"),
+    (["diagnose", "--launch", "python x.py"], "launch"),
     (["nosuch"], "nosuch"),
 ]
 
@@ -108,7 +112,10 @@ def test_attention_run_check_and_resume(capsys, tmp_path):
     assert sidecar.stem in out
 
 
-@pytest.mark.parametrize("module", ["breakeven", "acceptance", "cost", "results", "sweep", "workloads", "plots", "cli"])
+ANALYSIS = ["breakeven", "acceptance", "cost", "results", "sweep", "workloads", "plots", "cli", "engines.commands"]
+
+
+@pytest.mark.parametrize("module", ANALYSIS)
 def test_analysis_loads_no_torch(module):
     code = f"import labkit.{module}, sys; print('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -26,12 +26,14 @@ FIGURES = {
     "01_verify_attention": {"01_attention", "01_over_floor"},
     "03_acceptance": {"03_acceptance"},
     "04_breakeven": {"04_breakeven", "04_speedup"},
+    "08_field_conclusions": set(),
 }
 ANSWERS = {
     "00_start_here": "verify on per_token: pays in",
     "01_verify_attention": "times the floor of reading keys and values once",
     "03_acceptance": "How many tokens does a verify step yield",
     "04_breakeven": "verify on sdpa: pays in",
+    "08_field_conclusions": "published cases",
 }
 
 

@@ -1,0 +1,114 @@
+"""`labkit import` and `labkit diagnose`: arguments to calls, results to text, JSON and files."""
+
+import argparse
+import itertools
+import json
+import tempfile
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from labkit.engines.diagnose import diagnose, render
+from labkit.engines.importing import Reader, import_files, summary
+from labkit.engines.recipes import recipe
+from labkit.engines.roles import launch_findings, launch_notes, resolve_roles
+from labkit.engines.server import parse_launch
+from labkit.engines.trace import is_trace, read_steps
+from labkit.errors import InputError
+from labkit.progress import say
+
+MAX_PAGE_BYTES = 8 << 20
+_PAGES = ("/get_server_info", "/server_info", "/metrics")
+
+
+def run_import(arguments: argparse.Namespace) -> None:
+    """Import files; records and steps are streamed, so a long log takes no memory."""
+    reader = Reader(arguments.engine)
+    traces = [path for path in arguments.files if is_trace(path)]
+    logs = [path for path in arguments.files if path not in traces]
+    steps, records = _steps(traces, reader), import_files(logs, reader=reader)
+    if arguments.out:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        steps = _written(steps, arguments.out / "steps.jsonl") if traces else steps
+        records = _written(records, arguments.out / "import.jsonl") if logs else records
+    if arguments.json:
+        for i, item in enumerate(itertools.chain(steps, records)):
+            print(",\n " if i else "[\n ", json.dumps(_plain(item)), sep="", end="")
+        print("\n]")
+    else:
+        print(*map(_step_line, steps), *([summary(records)] if logs else []), sep="\n")
+    for note in reader.notes:
+        say(note)
+
+
+def _steps(traces: list[str], reader: Reader) -> Iterator[Any]:
+    for path in traces:
+        steps, notes = read_steps(path)
+        reader.notes += [f"{path}: {note}" for note in notes]
+        yield from steps
+
+
+def _plain(item: Any) -> Any:
+    return item if isinstance(item, dict) else item.to_dict()
+
+
+def _written(items: Iterator[Any], path: Path) -> Iterator[Any]:
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w") as file:
+        for item in items:
+            file.write(json.dumps(_plain(item)) + "\n")
+            yield item
+    temporary.replace(path)
+
+
+def _step_line(row: dict[str, Any]) -> str:
+    head = f"step {row['step_index']} {row['phase']}: {row['forward_ms']:.3f} ms, attention {row['attention_ms']:.3f}"
+    return f"{head} (whole step {row['step_ms']:.3f}, gap {row['gap_ms']:.3f})"
+
+
+def run_diagnose(arguments: argparse.Namespace) -> int:
+    """Diagnose a log, a trace or a launch line, or print a recipe; 1 where a launch line has a mistake."""
+    if arguments.launch:
+        server, flags = parse_launch(arguments.launch, arguments.engine_version)
+        problems, notes = list(launch_findings(server, flags)), list(launch_notes(server))
+        roles = {name: vars(role) for name, role in resolve_roles(server, arguments.gpu).items()}
+        content: Any = {"engine": server.engine, "problems": problems, "notes": notes, "roles": roles}
+        lines = [*(problems or ["no mistake found"]), *notes]
+        lines += [f"{name}: {role['backend']}, {role['how']}" for name, role in roles.items()]
+    elif arguments.file and is_trace(arguments.file):
+        steps, notes = read_steps(arguments.file)
+        server, problems, content, lines = None, [], {"steps": steps, "notes": notes}, [*map(_step_line, steps), *notes]
+    elif arguments.file or arguments.base_url:
+        reader, problems = Reader(), []
+        server = reader.server
+        server.version = arguments.engine_version
+        with tempfile.TemporaryDirectory() as folder:
+            paths = _fetched(arguments.base_url, Path(folder)) if arguments.base_url else []
+            paths += [arguments.file] if arguments.file else []
+            records = (record for path in paths for record in reader.read(path, server))
+            found = diagnose(records, server, gpu=arguments.gpu, model=arguments.model, kv_dtype=arguments.kv_dtype)
+        if not found.engine:
+            raise InputError(f"{arguments.file}: no figures of a known engine; docs/importing.md lists what is read")
+        content, lines = found.to_dict(), [render(found)]
+    else:
+        raise InputError("wanted a log, a trace, --base-url or --launch")
+    if arguments.recipe:
+        content = lines = recipe(arguments.recipe, server, arguments.launch)
+    print(json.dumps(content, indent=1) if arguments.json else "\n".join(lines))
+    return 1 if problems else 0
+
+
+def _fetched(url: str, folder: Path) -> list[Any]:
+    """Pages of a running server, those it has. Raises InputError when none answers."""
+    found, problem = list[Any](), "the scheme is not http"
+    for page in _PAGES if url.startswith(("http://", "https://")) else ():
+        try:
+            with urllib.request.urlopen(url.rstrip("/") + page, timeout=3) as answer:
+                found.append(folder / page.strip("/"))
+                found[-1].write_bytes(answer.read(MAX_PAGE_BYTES))
+        except (OSError, ValueError) as error:
+            problem = str(error)
+    if not found:
+        raise InputError(f"base-url: wanted a server with one of {', '.join(_PAGES)}, got {url!r} ({problem})")
+    return found

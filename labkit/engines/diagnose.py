@@ -1,0 +1,230 @@
+"""Is it acceptance or verify cost, and which flag to change: from one log, without GPU, restart or metrics.
+
+Decode windows are grouped by context. Length by band tells acceptance; a line through step time over cached tokens
+tells cost: its slope against one read of the KV cache at the GPU's peak. Intervals resample windows.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from labkit.engines.record import Record
+from labkit.engines.roles import Role, gpu_row, kernel, resolve_roles, rows_of, speculative_tokens
+from labkit.engines.server import Server
+from labkit.engines.tables import read_table
+from labkit.intervals import generator, percentile_interval, resampled_weights, student_spread
+from labkit.shapes import ModelShape, model_shape, model_shapes
+
+MAX_WINDOWS, MIN_WINDOWS, RESAMPLES = 5000, 6, 1000
+STEEP, NEAR_FLOOR, BROKEN, FALLING = 3.0, 2.0, 1.1, 0.05
+Interval = tuple[float, float, float]
+
+
+@dataclass
+class Diagnosis:
+    """What `diagnose` found; lengths in tokens per step, intervals as (value, low, high), unknown is None.
+
+    bands: context_len_low, context_len_high, num_windows, mean_acceptance_length, low, high, step_ms.
+    slope_ms_per_1k: growth of the step with 1,024 cached tokens of all requests together; slope_over_floor: that over
+    one read of their keys and values, all layers, at the peak bandwidth of the GPUs.
+    """
+
+    engine: str = ""
+    engine_version: str | None = None
+    model: str | None = None
+    gpu: str | None = None
+    bands: list[dict[str, Any]] = field(default_factory=list)
+    acceptance: str = "unknown"
+    batch_size: float | None = None
+    slope_ms_per_1k: Interval | None = None
+    intercept_ms: Interval | None = None
+    slope_over_floor: Interval | None = None
+    roles: dict[str, Role] = field(default_factory=dict)
+    cause: str = ""
+    next_step: str = ""
+    unknown: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+
+def diagnose(
+    records: Iterable[Record],
+    server: Server,
+    *,
+    gpu: str | None = None,
+    model: str | None = None,
+    kv_dtype: str | None = None,
+) -> Diagnosis:
+    """Diagnose the decode windows of one server. gpu, model, kv_dtype: where the log does not tell them.
+
+    Raises InputError: a model that is not in ``model_shapes.csv``.
+    """
+    kept, warnings, stride = list[Record](), Counter[str](), 1
+    for count, record in enumerate(records):
+        warnings.update(record.warnings)
+        server.engine = server.engine or record.engine
+        server.version, server.model = server.version or record.engine_version, server.model or record.model
+        if record.mean_acceptance_length is not None and not record.details.get("plain") and count % stride == 0:
+            kept.append(record)
+        if len(kept) > MAX_WINDOWS:  # a long log is thinned evenly
+            kept, stride = kept[::2], stride * 2
+    found = Diagnosis(server.engine, server.version, model or server.model, gpu or server.gpu)
+    found.roles = resolve_roles(server, found.gpu)
+    found.warnings = [f"{n} x {text}" if n > 1 else text for text, n in warnings.most_common(10)]
+    names = ["mean_acceptance_length", "context_len", "batch_size", "step_ms", "cuda_graph"]
+    windows = pd.DataFrame([[getattr(r, name) for name in names] for r in kept], columns=names)
+    # Windows of SGLang hold equal numbers of steps, so a request weighs as much as another.
+    windows["weight"] = [float(record.steps or record.batch_size or 1) for record in kept]
+    _acceptance(found, windows)
+    # Names of few letters ("tiny") are parts of other names.
+    close = [name for name in model_shapes() if len(name) > 4 and _plain(name) in _plain(found.model or "")]
+    shape = model_shape(model) if model else model_shapes()[max(close, key=len)] if close else None
+    found.model = f"{found.model} (shape {shape.name})" if shape else found.model
+    num_gpus = server.number("tp_size", "tensor_parallel_size", "tp") or 1
+    _cost(found, windows, shape, kv_dtype or server.args.get("kv_cache_dtype", ""), num_gpus)
+    _judge(found, windows, speculative_tokens(server))
+    return found
+
+
+def _plain(name: str) -> str:
+    return "".join(filter(str.isalnum, name.lower()))
+
+
+def _acceptance(found: Diagnosis, windows: pd.DataFrame) -> None:
+    placed = windows[windows["context_len"].astype(float) > 0]
+    if placed.empty:
+        found.unknown.append("context of the windows: the source does not print cached tokens per request")
+        placed = windows
+    octave = np.log2(placed["context_len"].astype(float).fillna(1.0)).round().astype(int)
+    draws = []
+    for band, rows in placed.groupby(octave):
+        rng = generator(0, "acceptance", band)
+        length, weight = rows["mean_acceptance_length"].to_numpy(float), rows["weight"].to_numpy(float)
+        mean, counts = float(np.average(length, weights=weight)), resampled_weights(len(rows), RESAMPLES, rng) * weight
+        draws.append(mean + student_spread(len(rows), RESAMPLES, rng) * (counts @ length / counts.sum(axis=1) - mean))
+        low, high = percentile_interval(draws[-1], 0.95)
+        edges = [int(2 ** (float(str(band)) + side)) if placed is not windows else None for side in (-0.5, 0.5)]
+        entry: dict[str, Any] = {"context_len_low": edges[0], "context_len_high": edges[1]}
+        entry["step_ms"] = rows["step_ms"].astype(float).median()
+        entry |= {"num_windows": len(rows), "mean_acceptance_length": mean, "low": low, "high": high}
+        found.bands.append({name: None if pd.isna(value) else value for name, value in entry.items()})
+    if len(draws) > 1 and np.isfinite([draws[0], draws[-1]]).all():
+        _, high = percentile_interval(draws[-1] - draws[0], 0.95)
+        change = found.bands[-1]["mean_acceptance_length"] / found.bands[0]["mean_acceptance_length"] - 1
+        found.acceptance = "falling with context" if high < 0 and change < -FALLING else "flat over context"
+    else:
+        found.unknown.append("whether acceptance depends on context: windows of one band only, or too few")
+
+
+def _cost(found: Diagnosis, windows: pd.DataFrame, shape: ModelShape | None, kv_dtype: str, num_gpus: int) -> None:
+    timed = windows.dropna(subset=["step_ms", "context_len", "batch_size"])
+    if timed.empty:
+        found.unknown.append("step time by context: no window has batch, context and throughput together")
+        return
+    found.batch_size = float(timed["batch_size"].mode()[0])
+    timed = timed[timed["batch_size"] == found.batch_size].astype(float)
+    cached, step = (timed["context_len"] * timed["batch_size"]).to_numpy() / 1024, timed["step_ms"].to_numpy()
+    if len(timed) < MIN_WINDOWS or cached.max() < 1.5 * cached.min():
+        found.unknown.append(f"slope of the step time: {len(timed)} windows of one batch size, over too little context")
+        return
+    rng = generator(0, "step time")
+    estimate = _line(np.ones((1, len(timed))), cached, step)[0]
+    lines = _line(resampled_weights(len(timed), RESAMPLES, rng), cached, step)
+    draws = estimate + student_spread(len(timed), RESAMPLES, rng)[:, None] * (lines - estimate)
+    fits = [(float(estimate[i]), *percentile_interval(draws[:, i], 0.95)) for i in range(2)]
+    found.slope_ms_per_1k, found.intercept_ms = fits
+    peak = gpu_row(found.gpu)
+    if shape is None or peak is None:
+        missing = "the model's shape (--model)" if shape is None else "the GPU's peak bandwidth (--gpu)"
+        found.unknown.append(f"floor of the step time: {missing}")
+        return
+    per_token = shape.kv_bytes_per_token("float8_e4m3fn" if "fp8" in kv_dtype or "float8" in kv_dtype else "bfloat16")
+    # Tensor parallelism shares the KV heads out, at most one per GPU.
+    floor = per_token / min(num_gpus, shape.num_kv_heads) * 1024 / float(peak["memory_gb_per_s"]) / 1e6
+    found.slope_over_floor = tuple(value / floor for value in fits[0])  # type: ignore[assignment]
+
+
+def _line(weights: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Slope and intercept of the weighted least-squares line for each row of weights, [resamples, 2]."""
+    total = weights.sum(axis=1)
+    mean_x, mean_y = weights @ x / total, weights @ y / total
+    spread = weights @ x**2 / total - mean_x**2
+    slope = (weights @ (x * y) / total - mean_x * mean_y) / np.where(spread > 0, spread, np.nan)
+    return np.stack([slope, mean_y - slope * mean_x], axis=1)
+
+
+def _judge(found: Diagnosis, windows: pd.DataFrame, k: int | None) -> None:
+    """The first rule of ``diagnosis_rules.csv`` that holds; what is not known stays named."""
+    verify, ratio = found.roles.get("verify", Role("unknown", "")), found.slope_over_floor
+    runs, eager = kernel(found, verify.backend), int(windows["cuda_graph"].eq(False).sum())
+    length = float(np.average(windows["mean_acceptance_length"], weights=windows["weight"])) if len(windows) else 0.0
+    graph = rows_of(found.engine, "setting", found.engine_version, role="graph")
+    holds = {
+        "no_speculation": windows.empty,
+        "broken_draft": length < BROKEN,
+        "verify_cost": ratio is not None and ratio[1] > STEEP,
+        "falling_acceptance": found.acceptance == "falling with context",
+        "eager": eager > 0.2 * len(windows),
+        "fixed_cost": ratio is not None and ratio[2] < NEAR_FLOOR,
+        "between": ratio is not None,
+        "no_floor": True,
+    }
+    rule = next(row for row in read_table("diagnosis_rules.csv") if holds[row["finding"]])
+    unsplit = runs is not None and runs["kv_split"] == "no"
+    words = {
+        "length": length,
+        "ratio": ratio[0] if ratio else None,
+        "kernel": f"; {verify.backend} verifies without a KV split ({runs['note']})" if runs and unsplit else "",
+        "flag": _other_backend(found, verify) if rule["finding"] == "verify_cost" else "",
+        "eager": eager,
+        "windows": len(windows),
+        "graph_flag": graph[0]["flag"] if graph else "the graph sizes (flag unknown for this version)",
+    }
+    found.cause, found.next_step = rule["cause"].format(**words), rule["next_step"].format(**words)
+    if rule["finding"] == "verify_cost" and runs is None:
+        found.unknown.append(f"which kernel {verify.backend} verifies with in version {found.engine_version}")
+    if k and length > k + 1.05:
+        found.warnings.append(f"contradiction: length {length:.2f} above k + 1 = {k + 1}")
+    found.unknown.append("cost of a plain decode step: not in this log; --recipe all-reject gives it in two minutes")
+
+
+def _other_backend(found: Diagnosis, verify: Role) -> str:
+    """The flag that moves the verify role to a backend with a KV split, if the table has both for this version."""
+    if not found.engine_version:
+        return "set a verify backend with a KV split; the version is unknown, so the flag is not named"
+    for name in {"sglang": ("flashinfer", "fa3"), "vllm": ("FLASH_ATTN", "FLASHINFER")}.get(found.engine, ()):
+        row = kernel(found, name)
+        if row and row["kv_split"] == "yes" and name != verify.backend:
+            own = found.engine == "sglang" and found.roles["decode"].backend != verify.backend
+            flag = "--prefill-attention-backend" if own else "--attention-backend"
+            return f"{flag} {name} (moves {'prefill and verify' if own else 'all roles'}; compare on equal text)"
+    return "unknown for this version: no backend with a KV split for verify is in the table"
+
+
+def render(found: Diagnosis) -> str:
+    """The diagnosis as text."""
+
+    def shown(value: Interval | None, form: str) -> str:
+        return "unknown" if value is None else f"{value[0]:{form}} [{value[1]:{form}}, {value[2]:{form}}]"
+
+    lines = [", ".join(x or "unknown" for x in (found.engine, found.engine_version, found.model, found.gpu))]
+    lines += [f"acceptance: {found.acceptance}"]
+    for band in found.bands:
+        low, high, length = band["low"], band["high"], band["mean_acceptance_length"]
+        value = shown(None if low is None else (length, low, high), ".2f") if low else f"{length:.2f}"
+        step = f", step {band['step_ms']:.1f} ms" if band["step_ms"] else ""
+        where = f"{band['context_len_low'] or 'any'} to {band['context_len_high'] or 'any'}"
+        lines.append(f"  context {where}: {value}, {band['num_windows']} windows{step}")
+    slope, intercept = shown(found.slope_ms_per_1k, ".3f"), shown(found.intercept_ms, ".1f")
+    lines += [f"step: {slope} ms per 1,024 cached tokens + {intercept} ms, batch {found.batch_size or 'unknown'}"]
+    lines += [f"  you pay {shown(found.slope_over_floor, '.1f')} x one KV read"]
+    lines += [f"{name}: {role.backend}, {role.how}" for name, role in found.roles.items()]
+    lines += [f"likely cause: {found.cause}", f"next step: {found.next_step}"]
+    return "\n".join([*lines, *(f"unknown: {x}" for x in found.unknown), *(f"warning: {x}" for x in found.warnings)])

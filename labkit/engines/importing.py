@@ -1,0 +1,182 @@
+"""From files to records: which format a line or document has, in one pass and bounded memory."""
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from labkit.engines import checks, clients, llamacpp, sglang, vllm
+from labkit.engines.metrics import SAMPLE, MetricsPages
+from labkit.engines.reading import MAX_DOCUMENT_BYTES, MAX_LOG_CHARACTERS, Input, load_json
+from labkit.engines.record import Record
+from labkit.engines.roles import resolve_roles
+from labkit.engines.server import Server
+from labkit.engines.tables import formats, labelled, match_json, number, numbers, objects
+from labkit.errors import InputError
+
+ENGINES = ("auto", "sglang", "vllm", "llamacpp", "trtllm", "aiperf", "guidellm", "llamabenchy", "specforge", "mlx-vlm")
+# Lines without any of these are passed over outside a console block: most lines of a server's log.
+_INTERESTING = re.compile(
+    rb"^\s*(?:\{|\[\{|data: \{|sglang:|vllm:|llamacpp:|trtllm_)|batch|etrics: |throughput: |KV cache size|eval time"
+    rb"|acceptance|statistics |\||backend|version|build: |server_args|args: |with config:|implementation|NVIDIA|RTX "
+    rb"|Serving Bench|total_num_out|n_draft|\[AL\]"
+)
+
+
+class Reader:
+    """One import session: the state of each engine's lines, and facts about the server. InputError: unknown engine."""
+
+    def __init__(self, engine: str = "auto"):
+        if engine not in ENGINES:
+            raise InputError(f"engine: wanted one of {', '.join(ENGINES)}, got {engine!r}")
+        self.engine, self.metrics, self.notes = engine, MetricsPages(), list[str]()
+        self._lines = [item for item in formats("labels", "regex") if engine in ("auto", item.engine)]
+        self._start(Server())
+
+    def _start(self, server: Server) -> None:
+        self.server, self._blocks, self._graphs = server, clients.Blocks(), set[bool]()
+        self._logs: dict[str, Any] = {"sglang": sglang.Log(server), "vllm": vllm.Log(), "llamacpp": llamacpp.Log()}
+
+    def read(self, path: str | Path, server: Server | None = None) -> Iterator[Record]:
+        """Records of one file. ``server``: facts that hold for several files of one server.
+
+        Raises InputError: no such file, broken JSON, a gzip bomb.
+        """
+        source = Input(path)
+        try:
+            yield from self._checked(self._records(source), server)
+        finally:
+            source.close()
+            self.notes += [f"{source.name}: {note}" for note in source.notes]
+
+    def read_text(self, text: str, name: str, server: Server | None = None) -> Iterator[Record]:
+        """Records of a text that is already in memory, as `read` gives them for a file."""
+        yield from self._checked(self._of_lines(enumerate(text.splitlines(), start=1), name), server)
+
+    def _checked(self, records: Iterator[Record], server: Server | None) -> Iterator[Record]:
+        self._start(server or Server())
+        backend, changes = None, 0
+        for record in itertools.chain(records, self._at_end()):
+            if self.engine in ("auto", record.engine):
+                facts = self.server
+                record.engine_version = record.engine_version or facts.version
+                record.model = record.model or facts.model
+                if facts.changes != changes:
+                    backend = {role: found.backend for role, found in resolve_roles(facts).items()} or None
+                    changes = facts.changes
+                record.backend = backend
+                yield checks.check(record, imposed=facts.imposed, graphs=self._graphs)
+
+    def _records(self, source: Input) -> Iterator[Record]:
+        start = source.start().lstrip()
+        first, _, rest = start.partition(b"\n")
+        opened = first[:1] == b"{" or (first[:1] == b"[" and first[1:2] in b'[{"')
+        if not opened or (first.rstrip().endswith((b"}", b"]")) and rest):
+            yield from self._of_lines(source.lines(self._wanted), source.name)
+            return
+        data = b""
+        while (chunk := source.read(1 << 20)) and len(data) <= MAX_DOCUMENT_BYTES:
+            data += chunk
+        if len(data) > MAX_DOCUMENT_BYTES:
+            raise InputError(f"{source.name}: wanted JSON below {MAX_DOCUMENT_BYTES >> 20} MiB, or one object a line")
+        text = data.decode("utf-8", "replace")
+        if (content := load_json(text)) is not None:
+            yield from self._of_json(content, source.name)
+        else:
+            self.notes.append(f"{source.name}: no whole JSON value (cut off or nested too deep); read line by line")
+            yield from self._of_lines(enumerate(text.splitlines(), start=1), source.name)
+
+    def _wanted(self, line: bytes) -> bool:
+        access = b"HTTP/1" in line and line[:1] != b"{"  # a web server's access line
+        return bool(self._blocks.start) or (not access and _INTERESTING.search(line) is not None)
+
+    def _of_lines(self, lines: Iterable[tuple[int, str]], name: str) -> Iterator[Record]:
+        for line, text in lines:
+            content = load_json(text.removeprefix("data: ")) if text.startswith(("{", "data: {", "[{")) else None
+            if content is not None:
+                yield from self._of_json(content, f"{name}:{line}")
+            else:
+                yield from self._of_line(text[:MAX_LOG_CHARACTERS], f"{name}:{line}")
+
+    def _at_end(self) -> Iterator[Record]:
+        yield from self._logs["sglang"].ready(at_end=True)
+        yield from self._blocks.flush()
+        yield from self.metrics.flush()
+
+    def _of_line(self, text: str, place: str) -> list[Record]:
+        if SAMPLE.match(text):
+            return self.metrics.feed(text, place)
+        for item in self._lines:
+            if match := item.pattern.search(text):
+                values = match.groupdict() if item.read == "regex" else labelled(text[match.end() :])
+                return getattr(self._logs[item.engine], item.then)(item.record(values, place), values, text)
+        return [] if self.server.take_line(text) else self._blocks.feed(text, place)
+
+    def _of_json(self, content: Any, place: str) -> Iterator[Record]:
+        """Records of every known object inside a JSON value; the outermost object that matches wins."""
+        done: set[int] = set()
+        for node in objects(content):
+            if "attention_backend" in node or "internal_states" in node or "vllm_config" in node:
+                self.server.take_args(node)
+            if id(node) not in done and (found := match_json(node)) is not None:
+                done.update(id(inner) for inner in objects(node))
+                item, record = found
+                record.place = place
+                _details_of_requests(record, node)
+                yield clients.finish(item, record, node)
+
+
+def _details_of_requests(record: Record, node: Mapping[str, Any]) -> None:
+    """Tokens per chunk, and the first request, where a load test kept the details of each request."""
+    gaps, lengths, ttfts = node.get("itls"), numbers(node.get("output_lens")), numbers(node.get("ttfts"))
+    if isinstance(gaps, list) and lengths and all(isinstance(gap, list) for gap in gaps):
+        record.details["tokens_per_chunk"] = sum(lengths) / max(sum(len(gap) + 1 for gap in gaps), 1)
+    if (second := record.details.get("ttst_ms")) and (itl := record.details.get("itl_ms")):
+        record.details["tokens_per_step"] = second / itl  # the second token comes with the first whole step
+    if len(ttfts) > 2:
+        rest = sorted(ttfts[1:])[(len(ttfts) - 1) // 2]
+        record.details |= {"ttft_first_ms": 1000 * ttfts[0], "ttft_rest_median_ms": 1000 * rest}
+
+
+def import_files(paths: Sequence[str | Path], engine: str = "auto", reader: Reader | None = None) -> Iterator[Record]:
+    """Records of all files, in order. Two metrics pages also give the run between them.
+
+    Raises InputError: a file cannot be read, or holds no figure of the engine asked for.
+    """
+    reader, plain = reader or Reader(engine), dict[Any, Record]()
+    for path in paths:
+        found = False
+        for record in reader.read(path):
+            found, load = True, (record.scope, record.model, record.details.get("max_concurrency"), record.batch_size)
+            if record.mean_acceptance_length is None and record.output_tokens_per_s:
+                plain[load] = record  # a load test without a draft: what a later one of the same load is compared with
+            elif load in plain and (text := checks.compare_arms(plain[load], record)["warning"]):
+                record.warn(str(text))
+            yield record
+        if not found:
+            wanted = "a known engine" if reader.engine == "auto" else reader.engine
+            known = " (arguments and backends only)" if reader.server.args or reader.server.named else ""
+            notes = "".join(f"; {note.partition(': ')[2]}" for note in reader.notes)
+            raise InputError(f"{path}: no figures of {wanted}{known}{notes}; docs/importing.md lists what is read")
+
+
+_COLUMNS = {"mean_acceptance_length": ".2f", "draft_acceptance_rate": ".3f", "num_speculative_tokens": "d"}
+_COLUMNS |= {"batch_size": ".4g", "context_len": ".0f", "output_tokens_per_s": ".1f", "step_ms": ".2f"}
+
+
+def summary(records: Iterable[Record], limit: int = 20) -> str:
+    """A table of the first records, and how often each warning came."""
+    rows, warnings, count = [], Counter[str](), 0
+    rows.append(["place", "kind", "scope", "length", "rate", "k", "batch", "context", "tok/s", "step_ms"])
+    for count, record in enumerate(records, start=1):
+        warnings.update(record.warnings)
+        if count <= limit:
+            values = [(getattr(record, name), form) for name, form in _COLUMNS.items()]
+            shown = ["-" if number(value) is None else format(value, form) for value, form in values]
+            rows.append([record.place, f"{record.engine} {record.kind}", record.scope, *shown])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    more = [f"... {count - limit} more records; --json or --out has all of them"] if count > limit else []
+    return "\n".join(lines + more + [f"{times} x {text}" for text, times in warnings.most_common(30)])

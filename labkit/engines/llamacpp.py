@@ -1,0 +1,103 @@
+"""llama.cpp: timings, slot and statistics lines, the speculative programs, llama-bench and its relatives."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from labkit.engines.record import Record, difference
+from labkit.engines.tables import number, numbers
+
+_SLOT = re.compile(r"id\s+(\d+)")
+
+
+class Log:
+    """A slot's prompt, eval and draft lines belong together; statistics lines are running totals per drafter."""
+
+    def __init__(self) -> None:
+        self.slots: dict[str, dict[str, float]] = {}
+        self.totals: dict[str, Record] = {}
+
+    def part(self, record: Record, values: Mapping[str, str], text: str) -> list[Record]:
+        """A prompt or eval line, kept for the draft line that follows."""
+        self.slots.setdefault(_slot(text), {}).update(record.details)
+        return []
+
+    def slot_line(self, record: Record, values: Mapping[str, str], text: str) -> list[Record]:
+        """All drafters of one request."""
+        printed, state = record.mean_acceptance_length, self.slots.pop(_slot(text), {})
+        request_steps(record, state.get("output_tokens"), state.get("decode_ms_total"), state.get("prompt_tokens"))
+        if printed and record.num_verify_steps is None:
+            record.zero_draft_steps = "excluded"
+            record.steps_from_length(printed - 1)
+        elif record.num_verify_steps is None:
+            record.warn("steps are not printed here, so the length is unknown; the eval time line would give them")
+        return [record.derive()]
+
+    def statistics(self, record: Record, values: Mapping[str, str], text: str) -> list[Record]:
+        """Totals of one drafter since the start of the process, and the window since its line before."""
+        drafter = text.partition("statistics ")[2].partition(":")[0]
+        times, record.details["drafter"] = numbers(values.get("dur(b,g,a)")), drafter
+        record.details.pop("draft_ms_total", None)
+        if record.num_drafted_steps and len(times) == 3:
+            record.details["draft_ms"] = times[1] / record.num_drafted_steps
+        window = difference(self.totals[drafter], record) if drafter in self.totals else None
+        self.totals[drafter] = record.derive()
+        return [record] + ([window] if window else [])
+
+    def bench_row(self, record: Record, values: Mapping[str, str], text: str) -> list[Record]:
+        """A table row of one plain setting; ``pp`` rows give the time of one forward of q_len tokens."""
+        rate, forward, q_len = record.output_tokens_per_s, *map(record.details.get, ("forward_tokens_per_s", "q_len"))
+        record.batch_size, record.context_len = record.batch_size or 1.0, record.context_len or 0.0
+        if forward and q_len:
+            record.step_ms = 1000 * q_len / forward
+        elif rate:
+            record.mean_acceptance_length, record.step_ms = 1.0, 1000 * record.batch_size / rate
+            record.context_len += record.details.get("output_tokens", 0) / 2
+        record.step_ms_source = "derived"
+        return [record]
+
+    def spec_bench_row(self, record: Record, values: Mapping[str, str], text: str) -> list[Record]:
+        """A row with rounds, so its length is exact."""
+        record.batch_size, record.details["workload"] = 1.0, values["workload"]
+        return [record.derive()]
+
+
+def _slot(text: str) -> str:
+    return match[1] if (match := _SLOT.search(text)) else ""
+
+
+def request_steps(record: Record, output: float | None, ms: float | None, prompt: float | None) -> None:
+    """Steps of one complete request: its tokens are the prefill's one, one a step, and the accepted drafts."""
+    if output is None:
+        return
+    record.details["output_tokens"], record.batch_size = output, 1.0
+    steps = round(output - (record.num_accepted_tokens or 0) - 1)
+    record.output_tokens_per_s = 1000 * output / ms if ms else record.output_tokens_per_s
+    if prompt is not None:
+        record.context_len, record.details["prompt_tokens"] = prompt + output / 2, prompt
+    if record.num_drafted_tokens is None:
+        record.definition, record.mean_acceptance_length = "plain decode: no drafts in this request", 1.0
+        record.warn("no draft counts: no drafts ran, or a build that does not print them")
+    elif steps > 0:
+        record.num_verify_steps, record.zero_draft_steps = steps, "counted"
+        record.details["steps_from"] = "generated - accepted - 1 (the prefill token), within 1 or 2"
+    else:
+        record.warn("contradiction: fewer tokens generated than drafts accepted; the counts have another scope")
+    if ms and steps > 0:
+        record.step_ms, record.step_ms_source = ms / steps, "derived"
+
+
+def timings(record: Record, node: Mapping[str, Any]) -> None:
+    """The object at the end of a response."""
+    prompt = record.details.get("prompt_tokens", 0)
+    context = prompt + record.details.get("cached_tokens", 0)
+    request_steps(record, number(node.get("predicted_n")), number(node.get("predicted_ms")), context)
+    if 0 < prompt < 16:
+        record.warn("only a few prompt tokens were not cached: the prompt rate means nothing")
+
+
+def program(record: Record, node: Mapping[str, Any]) -> None:
+    """llama-speculative prints no steps."""
+    output, accepted = record.details.get("output_tokens"), record.num_accepted_tokens
+    if output is not None and accepted is not None and output > accepted:
+        record.num_verify_steps = round(output - accepted)

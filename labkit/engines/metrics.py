@@ -1,0 +1,121 @@
+"""Metrics pages in the Prometheus text format: totals since start, and the run between two scrapes.
+
+Counters are summed over engines and ranks, each of which has a series of its own. Gauges of acceptance are not
+averaged: a mean of ratios over ranks is no ratio of the whole.
+"""
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from labkit.engines.record import Record, difference
+from labkit.engines.tables import Format, formats, store
+
+SAMPLE = re.compile(
+    r"^(sglang|vllm|llamacpp|trtllm)[:_][A-Za-z_]\w*(?:\{.{0,4096}\})?\s+[-+\d.eENaInf]+(?:\s+[\d.]+)?$"
+)
+_SUMMED_GAUGES = ("batch_size", "output_tokens_per_s", "num_queued")
+_POOLED = "(generated tokens - requests) / verify calls from counter differences: bonus counted, prefill tokens not"
+
+
+@dataclass
+class _Scrape:
+    place: str
+    model: str | None = None
+    seen: set[tuple[str, str]] = field(default_factory=set)
+    counters: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    positions: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    gauges: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def record(self, item: Format) -> Record:
+        """Totals since start, and gauges of the last window."""
+        record = Record(item.engine, item.kind, item.scope, item.definition, self.place, model=self.model)
+        record.zero_draft_steps = item.zero_draft_steps
+        for name, value in self.counters.items():
+            store(record, name, value)
+        for name, values in self.gauges.items():
+            if name in _SUMMED_GAUGES or len(values) == 1:
+                store(record, name, sum(values))
+            else:
+                record.details[f"{name}_of_ranks"] = values
+                record.warn(f"{name} is a gauge per rank; a mean of ranks is no pooled value, so it is left out")
+        if rows := record.details.get("num_draft_tokens_with_root"):
+            record.num_speculative_tokens = round(rows) - 1
+        steps = record.num_drafted_steps
+        if steps and self.positions:
+            record.acceptance_rate_per_pos = [self.positions[i] / steps for i in range(max(self.positions) + 1)]
+        if steps is None and record.mean_acceptance_length is not None:
+            record.scope = "window"
+        return record.derive()
+
+
+class MetricsPages:
+    """Samples to records. A series that comes again starts the next scrape, in the same file or the next one."""
+
+    def __init__(self) -> None:
+        self.formats = {item.engine: item for item in formats("metrics")}
+        self.open: dict[str, _Scrape] = {}
+        self.before: dict[str, tuple[_Scrape, Record]] = {}
+
+    def feed(self, text: str, place: str) -> list[Record]:
+        """Records of a scrape that this sample (a line that `SAMPLE` matches) ends."""
+        from prometheus_client.parser import text_string_to_metric_families
+
+        try:
+            families = text_string_to_metric_families(text + "\n")
+            samples = [(sample, float(sample.value)) for family in families for sample in family.samples]
+        except (ValueError, OverflowError):  # cut off inside the labels
+            return []
+        done, item = [], next(item for engine, item in self.formats.items() if text.startswith(engine))
+        for sample, value in samples:
+            name = sample.name[len(item.engine) + 1 :]
+            key = (name, str(sorted(sample.labels.items())))
+            if item.engine in self.open and key in self.open[item.engine].seen:
+                done += self._finish(item)
+            scrape = self.open.setdefault(item.engine, _Scrape(place))
+            scrape.seen.add(key)
+            scrape.model = scrape.model or sample.labels.get("model_name")
+            base, position = name.removesuffix("_total"), sample.labels.get("position", "")
+            target = item.fields.get(base, ("", 1.0))[0]
+            if not abs(value) < 1e15:  # NaN as well
+                continue
+            if base == "spec_decode_num_accepted_tokens_per_pos" and position.isdecimal() and int(position) < 1024:
+                scrape.positions[int(position)] += value
+            elif target.startswith("gauge "):
+                scrape.gauges[target.removeprefix("gauge ")].append(value)
+            elif target:
+                scrape.counters[target] += value
+        return done
+
+    def flush(self) -> list[Record]:
+        """Records of the open scrapes."""
+        return [record for engine in list(self.open) for record in self._finish(self.formats[engine])]
+
+    def _finish(self, item: Format) -> list[Record]:
+        scrape = self.open.pop(item.engine)
+        record, earlier = scrape.record(item), self.before.get(item.engine)
+        self.before[item.engine] = (scrape, record)
+        window = difference(earlier[1], record) if earlier else None
+        if window is not None and earlier is not None:
+            _run_between(earlier[0], scrape, window)
+        known = (record.steps, record.num_drafted_tokens, record.mean_acceptance_length, record.output_tokens_per_s)
+        return ([record] if any(value is not None for value in known) else []) + ([window] if window else [])
+
+
+def _run_between(before: _Scrape, after: _Scrape, window: Record) -> None:
+    """Complete the record of what ran between two scrapes, in place: differences only, no gauges."""
+    window.scope = "run"
+    window.batch_size = window.output_tokens_per_s = window.step_ms = window.step_ms_source = None
+    changed = {name: value - before.counters.get(name, 0) for name, value in after.counters.items()}
+    window.details = {name: value for name, value in changed.items() if name in window.details}
+    if after.positions and (steps := window.num_drafted_steps):
+        counts = [after.positions[i] - before.positions.get(i, 0) for i in range(max(after.positions) + 1)]
+        window.acceptance_rate_per_pos = [count / steps for count in counts]
+    tokens, steps = changed.get("output_tokens"), window.num_verify_steps
+    if window.engine == "sglang" and tokens and steps:
+        window.definition = _POOLED
+        window.mean_acceptance_length = (tokens - changed.get("num_requests", 0)) / steps
+    if (iterations := changed.get("num_iterations")) and changed.get("iteration_tokens"):
+        window.details["tokens_per_iteration"] = changed["iteration_tokens"] / iterations
+    if (seconds := changed.get("itl_s")) and changed.get("num_itl"):
+        window.details["inverse_itl_tokens_per_s"] = changed["num_itl"] / seconds

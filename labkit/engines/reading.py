@@ -1,0 +1,112 @@
+"""Lines of a log, however it was captured: gzip, stdin, CRLF, ANSI colour, docker and journald envelopes.
+
+Memory is bounded whatever comes: a longer line is dropped and named, gzip is expanded chunk by chunk.
+"""
+
+import gzip
+import json
+import re
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from labkit.errors import InputError
+from labkit.progress import progress
+
+MAX_LINE_BYTES = 32 << 20  # one JSON line with the details of every request may be long
+MAX_LOG_CHARACTERS = 1 << 15  # no engine prints a longer log line; patterns never see more
+MAX_DOCUMENT_BYTES = 32 << 20
+MAX_EXPANSION, FREE_EXPANSION_BYTES, _PROGRESS_BYTES = 200, 1 << 28, 64 << 20
+_ANSI = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]{0,256}(?:\x07|\x1b\\)")
+_ENVELOPES = ("log", "MESSAGE")  # docker's json-file driver; journalctl -o json
+_DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile)
+
+
+class Input:
+    """A file, ``-`` for stdin, read as decompressed bytes. Raises InputError where there is no such file."""
+
+    def __init__(self, path: str | Path):
+        self.name, self.notes, self.size = str(path), list[str](), 0
+        self._raw: Any
+        if self.name == "-":
+            self.name, self._raw = "stdin", sys.stdin.buffer
+        elif Path(path).is_dir() or not Path(path).exists():  # a pipe is fine
+            problem = "a folder" if Path(path).is_dir() else "no such file"
+            raise InputError(f"{path}: {problem}; wanted a log, metrics page, result file or trace (- is stdin)")
+        else:
+            self.size, self._raw = Path(path).stat().st_size, Path(path).open("rb", 1 << 20)  # noqa: SIM115
+        self._gzip = self._raw.peek(2)[:2] == b"\x1f\x8b"
+        self.file: Any = gzip.GzipFile(fileobj=self._raw) if self._gzip else self._raw
+        self._expanded, self._shown = 0, 0
+        self._bar = progress(self.size >> 20, f"read {Path(path).name} MiB") if self.size > _PROGRESS_BYTES else None
+
+    def start(self, size: int = 1 << 16) -> bytes:
+        """The first bytes, without taking them."""
+        try:
+            return self.file.peek(size)[:size]
+        except _DAMAGED as error:
+            raise InputError(f"{self.name}: wanted a gzip file, got {error}") from error
+
+    def read(self, size: int, line: bool = False) -> bytes:
+        """Some bytes, at most ``size``, or one line when asked; b"" at the end or where a gzip file is cut off.
+
+        Raises InputError for a gzip file that expands beyond reason.
+        """
+        try:
+            data = self.file.readline(size) if line else self.file.read1(size)
+        except _DAMAGED as error:
+            self.notes.append(f"the gzip file is damaged or cut off ({error}); what came before it was read")
+            return b""
+        self._expanded += len(data)
+        if self._gzip and self.size and self._expanded > max(FREE_EXPANSION_BYTES, MAX_EXPANSION * self.size):
+            raise InputError(f"{self.name}: expands more than {MAX_EXPANSION} times; wanted a log, not a gzip bomb")
+        if self._bar is not None and (done := self._raw.tell() >> 20) > self._shown:
+            self._bar.update(done - self._shown)
+            self._shown = done
+        return data
+
+    def close(self) -> None:
+        """Close the file and its progress bar."""
+        if self._bar is not None:
+            self._bar.close()
+        self._raw.close()
+
+    def lines(self, wanted: Callable[[bytes], object]) -> Iterator[tuple[int, str]]:
+        """Line number from 1, and text without colour and envelope, of the wanted lines.
+
+        A carriage return inside a line (progress bars) ends a part of it. Lines above ``MAX_LINE_BYTES`` are dropped
+        and named in `notes`.
+        """
+        number = 0
+        while line := self.read(MAX_LINE_BYTES, line=True):
+            number += 1
+            if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
+                while (rest := self.read(1 << 20, line=True)) and not rest.endswith(b"\n"):
+                    pass
+                self.notes.append(f"line {number} is longer than {MAX_LINE_BYTES >> 20} MiB and was left out")
+                continue
+            if not wanted(line):
+                continue
+            for part in line.rstrip(b"\r\n").split(b"\r"):
+                yield number, clean(part.decode("utf-8", "replace"))
+
+
+def clean(text: str) -> str:
+    """A line without colour, and without the JSON that docker or journald put around it."""
+    text = _ANSI.sub("", text) if "\x1b" in text else text
+    if text.startswith("{") and any(f'"{name}"' in text[:4096] for name in _ENVELOPES):
+        content = load_json(text)
+        found = content if isinstance(content, dict) else {}
+        inner = [found[name] for name in _ENVELOPES if isinstance(found.get(name), str)]
+        return _ANSI.sub("", inner[0]).strip() if inner else text
+    return text
+
+
+def load_json(text: str) -> Any:
+    """Parse JSON; None where it is not JSON or nested too deeply to be a result."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None

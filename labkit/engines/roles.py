@@ -1,0 +1,150 @@
+"""Which flag moves which role, by ``data/reference/engine_flags.csv``; roles of a server, and how each was resolved."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from labkit.engines.server import Server
+from labkit.engines.tables import read_table
+
+ROLES = ("verify", "decode", "draft", "draft_extend", "prefill", "linear_decode", "linear_verify")
+
+
+@dataclass(frozen=True)
+class Role:
+    """The backend of a role, "unknown" where it cannot be told, and how it was resolved, in words."""
+
+    backend: str
+    how: str
+
+
+def version_key(text: str | None) -> tuple[int, ...]:
+    """The leading numbers of a version, three of them: ``0.5.15.post1`` -> (0, 5, 15). Empty where there is none."""
+    parts = [int(part) for part in re.findall(r"\d+", (text or "").split("+")[0])[:3]]
+    return tuple(parts + [0] * (3 - len(parts))) if parts else ()
+
+
+def rows_of(engine: str, kind: str, version: str | None, **wanted: str) -> list[dict[str, str]]:
+    """Rows of a kind whose version range holds the version; all of them where the version is unknown.
+
+    A row without a range holds for every version; a last version of two parts holds for its patch releases.
+    """
+    key, found = version_key(version), []
+    for row in read_table("engine_flags.csv"):
+        high = row["version_to"]
+        last = (*version_key(high)[:2], 999) if high.count(".") == 1 else version_key(high)
+        inside = not key or not high or version_key(row["version_from"]) <= key <= last
+        if inside and (row["engine"], row["kind"]) == (engine, kind) and wanted.items() <= row.items():
+            found.append(row)
+    return found
+
+
+def gpu_row(gpu: str | None) -> dict[str, str] | None:
+    """The row of ``gpu_peaks.csv`` for a product name such as ``NVIDIA H200`` or a slug such as ``h200-sxm``."""
+    words = set(re.findall(r"[a-z0-9]+", (gpu or "").lower()))
+    parts = [(row["gpu"].split("-"), row) for row in read_table("gpu_peaks.csv")]
+    close = [(len(words & set(p)), row) for p, row in parts if set(p[: 2 if p[0] in ("rtx", "rx") else 1]) <= words]
+    return max(close, key=lambda item: item[0])[1] if close else None
+
+
+def _arch(gpu: str | None) -> str:
+    return (gpu_row(gpu) or {"arch": ""})["arch"]
+
+
+def resolve_roles(server: Server, gpu: str | None = None) -> dict[str, Role]:
+    """Backend of every role of a server whose arguments or log lines are known.
+
+    What the log names wins over arguments, arguments over inheritance, that over the default of the GPU.
+    """
+    found: dict[str, Role] = {}
+    for role in ("prefill", "decode", *ROLES):
+        rows = rows_of(server.engine, "role", server.version, role=role)
+        used = not role.startswith("linear") or any("linear" in name for name in (*server.args, *server.named))
+        if role in server.named:
+            found[role] = Role(server.named[role], "named by the log")
+        elif used and rows:
+            resolved, row = _resolve(rows[-1], server, found, gpu or server.gpu), rows[-1]
+            unsure = f" (version unknown: rule of {row['version_to']})"
+            surely = server.version or not row["version_to"]
+            found[role] = resolved if surely else Role(resolved.backend, resolved.how + unsure)
+    return {role: found[role] for role in ROLES if role in found}
+
+
+def _resolve(row: dict[str, str], server: Server, found: dict[str, Role], gpu: str | None) -> Role:
+    for flag in filter(None, row["flag"].split("|")):
+        if given := server.args.get(flag.strip("-").replace("-", "_")):
+            return Role(given, f"given ({flag})")
+    source, *exceptions = row["inherits"].split("|")
+    for condition, _, other in (text.partition(":") for text in exceptions):
+        name, _, value = condition.partition("=")
+        source = other if server.args.get(name) == value else source
+    if source in found:
+        return Role(found[source].backend, f"inherited from {source} ({found[source].how})")
+    for name, how in (("given", "named by the log"), ("default", "default, named by the log")):
+        if source == "default" and name in server.named:
+            return Role(server.named[name], how)
+    if source == "default":
+        rows = [row for row in rows_of(server.engine, "default", server.version) if _fits(row, gpu)]
+        if len({row["value"] for row in rows}) == 1:
+            note = rows[0]["note"] or "no note"
+            return Role(rows[0]["value"], f"default of the table for {gpu or 'every GPU'}: {note}")
+        return Role("unknown", "default: not in the log, and unknown for this version and GPU")
+    return Role("unknown", "picked automatically, not printed" if source == "automatic" else "unknown for this version")
+
+
+def _fits(row: dict[str, str], gpu: str | None) -> bool:
+    return bool(row["value"]) and (not row["gpu"] or _arch(gpu) in row["gpu"].split("|"))
+
+
+def kernel(server: Any, backend: str, role: str = "verify") -> dict[str, str] | None:
+    """What a backend runs in a role on a server with engine, engine_version and gpu: labkit_backend, kv_split, note."""
+    rows = rows_of(server.engine, "kernel", server.engine_version, role=role, value=backend)
+    rows = [row for row in rows if _fits(row, server.gpu)]
+    return rows[0] if len({row["kv_split"] for row in rows}) == 1 else None
+
+
+def speculative_tokens(server: Server) -> int | None:
+    """k of a server's arguments: SGLang's num-draft-tokens counts the root, the others do not."""
+    rows = server.number("speculative_num_draft_tokens", "speculative_dflash_block_size")
+    others = server.number("num_speculative_tokens", "spec_draft_n_max", "max_draft_len", "num_spec_tokens")
+    return rows - 1 if rows else others
+
+
+def launch_findings(server: Server, flags: list[str]) -> Iterator[str]:
+    """What is inconsistent in the arguments of a launch line, in plain words."""
+    engine, version, args = server.engine, server.version, server.args
+    for flag in flags:
+        known = (row for row in read_table("engine_flags.csv") if row["engine"] == engine)
+        rows = [row for row in known if flag in row["flag"].split("|")]
+        if rows and not any(row in rows_of(engine, row["kind"], version) for row in rows):
+            ranges = ", ".join(sorted({f"{row['version_from']} to {row['version_to']}" for row in rows}))
+            text = rows[0]["note"] if rows[0]["role"] == "removed" else f"known for {ranges}"
+            yield f"{flag}: not a flag of {engine} {version}; {text}"
+    names = ("num_steps", "eagle_topk", "num_draft_tokens")
+    steps, topk, rows_given = (server.number(f"speculative_{name}") for name in names)
+    chain = topk in (None, 1) and args.get("speculative_algorithm") not in ("NGRAM", "DFLASH", "DSPARK")
+    tree = sum(topk**i for i in range(steps + 1)) if steps and topk and steps < 32 else None
+    most = steps + 1 if steps and chain else tree
+    if most and rows_given and (rows_given > most or (chain and rows_given != most)):
+        text = (
+            f"{steps} steps with topk {topk or 1} hold {most} rows, root counted, the ceiling of the acceptance length"
+        )
+        yield f"--speculative-num-draft-tokens {rows_given}: {text}"
+    k, batch, graph = speculative_tokens(server), server.number("max_running_requests", "max_num_seqs"), server.number
+    if (size := graph("max_cudagraph_capture_size")) and batch and k and size < batch * (k + 1):
+        yield f"--max-cudagraph-capture-size {size}: below batch x q_len = {batch} x {k + 1}; those steps run eager"
+    if (size := graph("cuda_graph_max_bs")) and batch and size < batch:
+        yield f"--cuda-graph-max-bs {size}: below {batch} running requests; larger batches run eager"
+
+
+def launch_notes(server: Server) -> Iterator[str]:
+    """What follows from the arguments and is no mistake."""
+    if k := speculative_tokens(server):
+        yield f"acceptance length is at most {k + 1}: {k} drafts per step and the bonus token"
+    if (
+        server.engine == "sglang"
+        and "speculative_algorithm" in server.args
+        and not server.number("max_running_requests")
+    ):
+        yield "--max-running-requests is unset: any speculative algorithm sets it to 48, a ceiling on throughput"

@@ -1,0 +1,112 @@
+"""What a log, an info page or a launch line says about the server: engine, version, arguments, backends as named."""
+
+import json
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from labkit.engines.tables import formats
+from labkit.errors import InputError
+
+_ARGUMENT = re.compile(r"""['"]?(\w+)['"]?\s*[=:]\s*('[^']*'|"[^"]*"|[\w.+/-]+)""")
+_ARGUMENT_LINES = {"server_args=": "sglang", "non-default args:": "vllm", "with config:": "vllm"}
+_GPU = re.compile(r"NVIDIA ([A-Z]{1,4}\d{2,4}\w*(?: \w+)?)|(RTX [\w ]{4,40}?)(?=[,;)]|$)")
+# Arguments that say nothing about cost may hold secrets and are not kept.
+_KEPT = re.compile(
+    r"attention|speculative|spec_|num_spec|method|backend|page_size|block_size|kv_cache_dtype|^dtype|cuda_?graph|enforce_eager"
+    r"|tp_size|tensor_parallel|max_running|max_num_seqs|context_length|max_model_len|quantization|synthetic|rejection"
+)
+
+_PROGRAMS = {"sglang": "sglang", "vllm": "vllm", "llama-": "llamacpp", "trtllm": "trtllm"}
+_ENVIRONMENT = re.compile(r"([A-Z][A-Z0-9_]+)=(.*)")
+
+
+@dataclass
+class Server:
+    """Collected facts: ``named`` backends by role as printed, ``args`` as text; ``changes`` counts what was learnt."""
+
+    engine: str = ""
+    version: str | None = None
+    model: str | None = None
+    gpu: str | None = None
+    args: dict[str, str] = field(default_factory=dict)
+    named: dict[str, str] = field(default_factory=dict)
+    changes: int = 0
+
+    def take_line(self, text: str) -> bool:
+        """Look at one log line; whether it told something."""
+        if gpu := _GPU.search(text):
+            self.gpu = (gpu[1] or gpu[2]).strip()
+        for mark, engine in _ARGUMENT_LINES.items():
+            if mark in text:
+                self.engine = engine
+                self.take_args(dict(_ARGUMENT.findall(text.partition(mark)[2])))
+        for item in formats("server"):
+            if match := item.pattern.search(text):
+                self.engine, self.changes = item.engine, self.changes + 1
+                for name, value in match.groupdict().items():
+                    if name == "version":
+                        self.version = value
+                    else:  # vLLM prints a second automatic pick only when it differs: the drafter's
+                        second = item.engine == "vllm" and self.named.get(name, value) != value
+                        shown = value.replace(" ", "_").upper() if " " in value else value
+                        self.named["draft" if second else name] = shown
+                return True
+        return False
+
+    def take_args(self, args: Mapping[str, Any]) -> None:
+        """Keep the arguments that bear on cost; texts "None" and "" count as unset."""
+        self.changes += 1
+        for name, value in args.items():
+            text = str(value).strip("'\"")
+            if isinstance(value, dict):  # the drafter's backend and model are not the target's
+                own = ("model", "backend", "attention_backend")
+                self.take_args({f"{name}.{inner}" if inner in own else inner: text for inner, text in value.items()})
+            elif text in ("None", "", "null") or isinstance(value, list):
+                continue
+            elif name in ("model_path", "model"):
+                self.model = self.model or text
+            elif name == "version":
+                self.version = text[:60]
+            elif _KEPT.search(name):
+                self.args[name] = text[:200]
+
+    def number(self, *names: str) -> int | None:
+        """The first of these arguments that is a whole number."""
+        return next((int(self.args[name]) for name in names if self.args.get(name, "").isdecimal()), None)
+
+    @property
+    def imposed(self) -> bool:
+        """Whether the server was told which acceptance to have."""
+        return any("synth" in name for name in self.args) or self.args.get("rejection_sample_method") == "synthetic"
+
+
+def parse_launch(line: str, version: str | None) -> tuple[Server, list[str]]:
+    """Engine and arguments of a launch line, and the flags and environment variables that it sets.
+
+    Raises InputError: not a launch line of SGLang, vLLM, llama.cpp or TensorRT-LLM, an open quote, or broken JSON.
+    """
+    try:
+        words = shlex.split(line.replace("\\\n", " "))
+    except ValueError as error:
+        raise InputError(f"launch: wanted a shell command, got {error}") from error
+    engine = next((name for mark, name in _PROGRAMS.items() for word in words if mark in word), "")
+    if not engine:
+        raise InputError(f"launch: wanted a command of {', '.join(_PROGRAMS.values())}, got {line[:60]!r}")
+    values: dict[str, Any] = {match[1]: match[2] for word in words if (match := _ENVIRONMENT.fullmatch(word))}
+    flags = list(values)
+    for word, after in zip(words, [*words[1:], ""], strict=True):
+        if word.startswith("--") or re.fullmatch(r"-[a-z]{1,4}", word):
+            name, _, value = word.partition("=")
+            flags.append(name)
+            text = value or ("true" if after.startswith("--") or not after else after)
+            key = name.strip("-").replace("-", "_")
+            try:
+                values[key] = json.loads(text) if key.endswith("_config") and text.startswith("{") else text
+            except (ValueError, RecursionError) as error:
+                raise InputError(f"launch: {name}: wanted JSON, got {error}") from error
+    server = Server(engine=engine, version=version)
+    server.take_args(values)
+    return server, flags

@@ -1,0 +1,198 @@
+"""SGLang: decode lines of all generations, server info, meta_info, bench_serving."""
+
+import re
+import statistics
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from typing import Any
+
+from labkit.engines.record import Record
+from labkit.engines.server import Server
+from labkit.engines.tables import from_histogram, number, numbers
+
+_PREFIX = re.compile(r"\[(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)[^\]]*?((?: [A-Z]+\d+)*)\]")
+_MAX_PENDING, _STALL, _SILENT_S = 500, 5.0, 60
+OLD, STRICT = "length / draft tokens", "(length - 1) / (draft tokens - 1)"
+_BOTH = "accept rate fits both forms on these lines, so it is not used; server_args or another acceptance would decide"
+_COUNT_NAMES = {
+    "num_accepted_tokens": ("spec_num_correct_drafts", "spec_accepted_drafts", "spec_accept_token_num"),
+    "num_drafted_tokens": ("spec_num_proposed_drafts", "spec_proposed_drafts", "spec_draft_token_num"),
+}
+
+
+def rate_forms(length: float, rate: float, rows: range) -> set[tuple[str, int]]:
+    """The forms of "accept rate", and draft tokens (root counted), that a printed pair of two decimals fits."""
+    half, fits = 0.005 + 1e-9, set()
+    for n in rows:
+        if length <= n + half and abs(length / n - rate) <= half * (1 + 1 / n):
+            fits.add((OLD, n))
+        if n > 1 and length <= n + half and abs((length - 1) / (n - 1) - rate) <= half * (1 + 1 / (n - 1)):
+            fits.add((STRICT, n))
+    return fits
+
+
+class _Rank:
+    """What one rank has printed since its last decode line."""
+
+    def __init__(self) -> None:
+        self.prefill_lines = self.cached_tokens = self.from_idle = 0.0
+        self.recent: deque[float] = deque(maxlen=9)
+        self.last: datetime | None = None
+
+
+class Log:
+    """Decode lines to records. Lines wait until arithmetic over them tells which form the accept rate has."""
+
+    def __init__(self, server: Server):
+        self.server, self.forms, self.pending = server, set[tuple[str, int]](), list[Record]()
+        self.ranks: dict[str, _Rank] = defaultdict(_Rank)
+
+    def prefill_line(self, record: Record, values: Mapping[str, str], text: str) -> list[Record]:
+        """Remember that prefill ran, from the cache or not, and whether nothing was decoding."""
+        rank = self.ranks[_prefix(text)[1]]
+        rank.prefill_lines += 1
+        rank.cached_tokens += record.details.get("cached_tokens", 0)
+        rank.from_idle += record.batch_size == 0
+        return []
+
+    def decode_line(self, record: Record, values: Mapping[str, str], text: str) -> list[Record]:
+        """Records that are complete with this line."""
+        if record.output_tokens_per_s is None:  # cut off before the figures
+            return []
+        record.time, rank = _prefix(text)
+        if rank:
+            record.details["rank"] = rank
+        if record.batch_size and (tokens := record.details.get("kv_tokens")):
+            record.context_len = tokens / record.batch_size
+        if record.mean_acceptance_length is None:
+            record.mean_acceptance_length, record.details["plain"] = 1.0, True
+            record.definition = "plain decode: the line has no accept len, one token per step and request"
+        elif (rate := number(values.get("accept rate"))) is not None:
+            record.details["printed_accept_rate"] = rate
+        self._window(record, self.ranks[rank])
+        self.pending.append(record)
+        return list(self.ready())
+
+    def _window(self, record: Record, rank: _Rank) -> None:
+        """What this window holds besides steady decoding: prefill, idle time, a stall."""
+        record.prefill_mixed = rank.prefill_lines > 0
+        if rank.cached_tokens:
+            record.details["cached_tokens"] = rank.cached_tokens
+        batch, rate = record.batch_size, record.output_tokens_per_s
+        step = 1000 * batch * (record.mean_acceptance_length or 1) / rate if batch and rate else None
+        usual = statistics.median(rank.recent) if rank.recent else None
+        if rank.from_idle:
+            _idle(record)
+        elif step and usual and step > _STALL * usual:
+            record.details["stalled"] = True
+            record.warn(f"this window took {step / usual:.0f} times the usual step: idle or stalled time is in it")
+        elif step and usual and len(rank.recent) == 1 and usual > _STALL * step and self.pending:
+            _idle(self.pending[0])  # the first line of a log has nothing before it to compare with
+            rank.recent.clear()
+        if step and not record.details.get("stalled") and not record.details.get("after_idle"):
+            rank.recent.append(step)
+        now = _moment(record.time)
+        silence = (now - rank.last).total_seconds() if now and rank.last else 0
+        if silence > _SILENT_S and record.prefill_mixed:
+            record.details["silent_s"] = silence
+            record.warn(f"no decode line for {silence:.0f} s while prefill ran: decoding was starved, means hide it")
+        rank.prefill_lines, rank.cached_tokens, rank.from_idle, rank.last = 0, 0, 0, now
+
+    def ready(self, at_end: bool = False) -> Iterator[Record]:
+        """Settle the rate form by the waiting lines; give out what needs no further lines."""
+        given = self.server.number("speculative_num_draft_tokens")
+        for record in self.pending:
+            rate = record.details.get("printed_accept_rate")
+            if rate is not None and "fits" not in record.details:
+                sizes = [given] if given else [n for _, n in self.forms] if len(self.forms) == 1 else None
+                length = record.mean_acceptance_length or 0
+                fits = set().union(*(rate_forms(length, rate, range(n, n + 1)) for n in sizes)) if sizes else set()
+                record.details["fits"] = fits = fits or rate_forms(length, rate, range(2, 0 if given else 65))
+                self.forms = (self.forms & fits) or fits or self.forms
+        undecided = len(self.forms) > 1 and any("fits" in record.details for record in self.pending)
+        alone = len(self.pending) == 1 and not any(len(rank.recent) > 1 for rank in self.ranks.values())
+        if at_end or len(self.pending) >= _MAX_PENDING or not (undecided or alone):
+            waiting, self.pending = self.pending, []
+            yield from (self._settle(record, given) for record in waiting)
+
+    def _settle(self, record: Record, given: int | None) -> Record:
+        fits, rate = record.details.pop("fits", None), record.details.get("printed_accept_rate")
+        if record.details.get("plain"):
+            return record.derive()
+        record.num_speculative_tokens = given - 1 if given else None
+        chosen = self.forms & fits if fits else set()
+        forms, sizes = {form for form, _ in chosen}, {size for _, size in chosen}
+        if fits is not None and not fits:
+            record.warn(f"accept rate {rate:g} fits neither form with this accept len; the rate is not used")
+        elif len(forms) > 1:
+            record.warn(_BOTH)
+        elif forms:
+            record.details["accept_rate_form"] = form = forms.pop()
+            record.definition += f"; accept rate = {form}, decided by arithmetic"
+            record.num_speculative_tokens = sizes.pop() - 1 if len(sizes) == 1 else record.num_speculative_tokens
+            record.draft_acceptance_rate = rate if form == STRICT else None
+            if form == OLD:
+                record.warn("accept rate is length / draft tokens (bonus in it); converted to (length - 1) / k")
+        k, length = record.num_speculative_tokens, record.mean_acceptance_length
+        if k and length and record.draft_acceptance_rate is None and fits != set():
+            record.draft_acceptance_rate = (length - 1) / k
+        return record.derive()
+
+
+def _prefix(text: str) -> tuple[str | None, str]:
+    """Time and rank of a line."""
+    match = _PREFIX.search(text)
+    return (match[1], match[2].strip()) if match else (None, "")
+
+
+def _moment(text: str | None) -> datetime | None:
+    try:
+        return datetime.fromisoformat(text) if text else None
+    except ValueError:  # a cut or garbled line
+        return None
+
+
+def _idle(record: Record) -> None:
+    record.details["after_idle"] = True
+    record.warn("first line after idle: its throughput is divided by the idle time too, so no step time from it")
+
+
+def meta_info(record: Record, node: Mapping[str, Any]) -> None:
+    """Counts of one response; their names changed twice."""
+    steps, output = record.num_verify_steps or 0, record.details.get("output_tokens")
+    if histogram := numbers(node.get("spec_correct_drafts_histogram") or node.get("spec_accept_histogram")):
+        from_histogram(record, histogram)
+    for field, names in _COUNT_NAMES.items():
+        found = [value for name in names if (value := number(node.get(name))) is not None]
+        setattr(record, field, round(found[0]) if found else getattr(record, field))
+    if record.num_accepted_tokens is None and output and steps:
+        record.mean_acceptance_length = (output - 1) / steps
+        record.definition = "(completion - 1) / verify steps: without the token that prefill emits"
+
+
+def server_info(record: Record, node: Mapping[str, Any]) -> None:
+    """One length per rank; they cannot be pooled without their step counts."""
+    states = node["internal_states"] if isinstance(node["internal_states"], list) else []
+    ranks = [number(state.get("avg_spec_accept_length")) for state in states if isinstance(state, dict)]
+    known = [value for value in ranks if value is not None]
+    record.details["mean_acceptance_length_of_ranks"] = ranks
+    if len(ranks) == 1 and known:
+        record.mean_acceptance_length = known[0]
+    elif known:
+        text = f"{len(known)} of {len(ranks)} ranks have a length, the others have not decoded yet"
+        record.warn(f"{text}; their verify counts are not given, so the lengths cannot be pooled")
+    rows = number(node.get("speculative_num_draft_tokens"))
+    record.num_speculative_tokens = round(rows) - 1 if rows else None
+
+
+def bench(record: Record, node: Mapping[str, Any]) -> None:
+    """A load test prints the server's length, which is not the run's."""
+    if record.mean_acceptance_length is not None:
+        record.details["acceptance_scope"] = "since_start"
+        record.warn("accept length is the server's value since its start (rank 0), not this run's")
+
+
+def one_batch(record: Record, node: Mapping[str, Any]) -> None:
+    """Plain decode only."""
+    record.mean_acceptance_length, record.step_ms_source = 1.0, "printed"

@@ -1,0 +1,151 @@
+"""The formats of ``data/reference/engine_formats.csv`` and ``engine_fields.csv``, and reading a source by them.
+
+A format is a kind of line, block, JSON object or metrics page; its fields say which printed label becomes which field
+of `Record`, and the factor to labkit's unit. A name that a record does not have goes to its ``details``.
+"""
+
+import csv
+import functools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from labkit.engines.record import COUNTS, Record
+from labkit.paths import REFERENCE
+
+_NUMBER = re.compile(r"[-+]?\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?")
+_LABEL = re.compile(
+    r"(?:^ *|[,.;|\]] *|\s{2,})([#A-Za-z](?:\([^()]{0,40}\)|[^:=,;{}\[\]()]){0,60}?)\s*[:=](?=\s|[-\d])"
+)
+_RECORD_FIELDS = {item.name for item in fields(Record)}
+_MAX_NODES = 200_000
+
+
+@dataclass(frozen=True)
+class Format:
+    """One row of the table of formats. ``fields``: label -> (name in labkit, factor to its unit)."""
+
+    engine: str
+    kind: str
+    read: str
+    scope: str
+    mark: str
+    needs: str  # keys of a JSON object, or the figure of a block, split by |
+    zero_draft_steps: str
+    then: str  # name of the function in the engine's module that does what a table cannot
+    definition: str
+    fields: Mapping[str, tuple[str, float]]
+    pattern: re.Pattern[str]
+
+    def record(self, values: Mapping[str, Any], place: str = "") -> Record:
+        """A record of the values that the table knows."""
+        record = Record(self.engine, self.kind, self.scope, self.definition, place)
+        record.zero_draft_steps = self.zero_draft_steps
+        for label, (name, factor) in self.fields.items():
+            if (value := values.get(label)) is not None:
+                _put(record, name, value, factor)
+        return record
+
+
+@functools.cache
+def formats(*reads: str) -> tuple[Format, ...]:
+    """The formats that are read in one of these ways (json, labels, regex, block, metrics, server), in table order."""
+    labels: dict[tuple[str, str], dict[str, tuple[str, float]]] = {}
+    for row in read_table("engine_fields.csv"):
+        names = labels.setdefault((row["engine"], row["kind"]), {})
+        names[row["label"]] = (row["field"], float(row["factor"]))
+    found = []
+    for row in read_table("engine_formats.csv"):
+        if row["read"] in reads:
+            pattern = re.compile(re.escape(row["mark"]) if row["read"] == "block" else row["mark"])
+            kept = {name: text for name, text in row.items() if name != "source"}
+            found.append(Format(**kept, fields=labels.get((row["engine"], row["kind"]), {}), pattern=pattern))
+    return tuple(found)
+
+
+@functools.cache
+def read_table(name: str) -> tuple[dict[str, str], ...]:
+    """The rows of a table of ``data/reference``."""
+    with (REFERENCE / name).open(newline="") as file:
+        return tuple(csv.DictReader(file))
+
+
+def number(value: Any) -> float | None:
+    """The number of a JSON value or at the start of a text; None for none, NaN or one beyond any figure."""
+    if isinstance(value, str):
+        match = _NUMBER.match(value.strip())
+        value = float(match[0].replace(",", "").rstrip(".")) if match else None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if abs(value) < 1e15 else None  # no figure is larger; false for NaN as well
+
+
+def numbers(value: Any) -> list[float]:
+    """All numbers of a list or of a text."""
+    values = re.findall(r"\d+\.?\d*", value) if isinstance(value, str) else value if isinstance(value, list) else []
+    return [item for item in map(number, values) if item is not None]
+
+
+def labelled(text: str) -> dict[str, str]:
+    """``label: value`` pairs of a log line; a value runs to the next label and may be a list of numbers."""
+    marks = list(_LABEL.finditer(text))
+    ends = [mark.start() for mark in marks] + [len(text)]
+    return {mark[1].strip(): text[mark.end() : ends[i + 1]].strip(" ,") for i, mark in enumerate(marks)}
+
+
+def _put(record: Record, name: str, value: Any, factor: float) -> None:
+    if name == "cuda_graph":
+        record.cuda_graph = str(value).strip().lower() == "true"
+    elif name == "acceptance_rate_per_pos":
+        record.acceptance_rate_per_pos = [x * factor for x in numbers(value)] or None
+    elif name in ("model", "engine_version", "time"):
+        setattr(record, name, str(value)[:200])
+    elif (found := number(value)) is not None:
+        store(record, name, round(found * factor, 12))
+
+
+def store(record: Record, name: str, value: float) -> None:
+    """One number into the field of that name, a whole one into a count, any other into the details."""
+    if name in _RECORD_FIELDS:
+        setattr(record, name, round(value) if name in (*COUNTS, "num_speculative_tokens") else value)
+    else:
+        record.details[name] = value
+
+
+def at(node: Any, path: str) -> Any:
+    """The value at a dotted path of nested objects, None where there is none."""
+    if isinstance(node, dict) and path in node:
+        return node[path]
+    for name in path.split("."):
+        node = node.get(name) if isinstance(node, dict) else None
+    return node
+
+
+def objects(content: Any) -> Iterator[dict[str, Any]]:
+    """Every object inside a JSON value, outer ones first, without recursion."""
+    waiting, seen = [content], 0
+    while waiting and seen < _MAX_NODES:
+        node, seen = waiting.pop(), seen + 1
+        if isinstance(node, dict):
+            yield node
+        if isinstance(node, dict | list):
+            inner = list(node.values()) if isinstance(node, dict) else node
+            waiting.extend(value for value in reversed(inner) if isinstance(value, dict | list))
+
+
+def match_json(node: Mapping[str, Any]) -> tuple[Format, Record] | None:
+    """The record of an object of a known format: one that has all keys which the format needs."""
+    for item in formats("json"):
+        if all(at(node, path) is not None for path in item.needs.split("|")):
+            return item, item.record({path: at(node, path) for path in item.fields})
+    return None
+
+
+def from_histogram(record: Record, histogram: list[float]) -> None:
+    """Counts from steps by accepted drafts (index = accepted): S1 or S, A, rates per position."""
+    steps, accepted = sum(histogram), sum(i * count for i, count in enumerate(histogram))
+    store(record, "num_drafted_steps" if record.zero_draft_steps == "excluded" else "num_verify_steps", steps)
+    record.num_accepted_tokens = round(accepted)
+    if steps:
+        record.acceptance_rate_per_pos = [sum(histogram[i:]) / steps for i in range(1, len(histogram))]

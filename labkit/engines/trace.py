@@ -1,0 +1,167 @@
+"""Steps of a torch-profiler trace: draft, draft_extend, verify, accept and gap, attention apart, kernels with grids.
+
+Phases come from named ranges (vLLM prints them), else from kernels that mark a boundary (building the tree, accepting);
+``data/reference/engine_trace.csv`` names both. Read event by event; kept are the times and a number per kernel name.
+"""
+
+import itertools
+import json
+import re
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from labkit.engines.reading import Input
+from labkit.engines.tables import read_table
+from labkit.errors import InputError
+
+MAX_EVENT_CHARACTERS, MAX_HEADER_CHARACTERS, MAX_EVENTS = 1 << 20, 64 << 20, 20_000_000
+_DEVICE, _RANGES = ("kernel", "gpu_memcpy", "gpu_memset"), {"user_annotation": "cpu", "gpu_user_annotation": "gpu"}
+Phase = tuple[float, float, str]
+
+
+def is_trace(path: str | Path) -> bool:
+    """Whether a file starts like a Chrome trace; standard input is not looked at."""
+    if not Path(path).is_file():
+        return False
+    source = Input(path)
+    try:
+        return source.start().lstrip()[:1] == b"{" and b'"traceEvents"' in source.start()
+    except InputError:
+        return False
+    finally:
+        source.close()
+
+
+def events(source: Input) -> Iterator[dict[str, Any]]:
+    """The events of a trace, one at a time; a file that is cut off ends them.
+
+    Raises InputError: no list of events, or an event larger than any.
+    """
+    decoder, text, position = json.JSONDecoder(), "", 0
+    while not (start := re.search(r'"traceEvents"\s*:\s*\[', text)):
+        chunk = source.read(1 << 20)
+        if not chunk or len(text) > MAX_HEADER_CHARACTERS:
+            raise InputError(f"{source.name}: wanted a torch-profiler trace, found no traceEvents")
+        text += chunk.decode("utf-8", "replace")
+    text = text[start.end() :]
+    while True:
+        position = re.compile(r"[\s,]*").match(text, position).end()  # type: ignore[union-attr]
+        try:
+            event, position = decoder.raw_decode(text, position)
+            if isinstance(event, dict):
+                yield event
+        except (ValueError, RecursionError):
+            if text[position : position + 1] == "]":
+                return
+            text, position, chunk = text[position:], 0, source.read(1 << 18)
+            if len(text) > MAX_EVENT_CHARACTERS:
+                raise InputError(f"{source.name}: an event of more than 1 MiB; wanted a torch-profiler trace") from None
+            if not chunk:
+                source.notes.append("the trace is cut off; the steps before that were read")
+                return
+            text += chunk.decode("utf-8", "replace")
+
+
+def _table(what: str) -> list[tuple[re.Pattern[str], str, str]]:
+    rows = [row for row in read_table("engine_trace.csv") if row["what"] == what]
+    return [(re.compile(row["pattern"]), row["phase"], row["next_phase"]) for row in rows]
+
+
+class _Events:
+    """Times in us of device kernels, or of CPU operators where there are none, in order; ranges of phases."""
+
+    def __init__(self, source: Input):
+        names: dict[tuple[str, str], int] = {}
+        times = {side: [array("d") for _ in range(3)] for side in ("gpu", "cpu")}
+        ranges: dict[str, list[Phase]] = {"gpu": [], "cpu": []}
+        patterns = _table("range")
+        for event in events(source):
+            begin, length, name, kind = (event.get(key, 0) for key in ("ts", "dur", "name", "cat"))
+            usable = isinstance(begin, int | float) and isinstance(length, int | float) and isinstance(name, str)
+            if event.get("ph") != "X" or not usable or length < 0:
+                continue
+            if kind in _RANGES:
+                found = [(pattern.search(name), phase) for pattern, phase, _ in patterns]
+                ranges[_RANGES[kind]] += [(begin, begin + length, m[1] if p == "*" else p) for m, p in found if m]
+            elif kind in _DEVICE or kind == "cpu_op":
+                grid = str((event.get("args") or {}).get("grid", "")) if isinstance(event.get("args"), dict) else ""
+                row = (begin, length, names.setdefault((name[:200], grid[:40]), len(names)))
+                for values, value in zip(times["gpu" if kind in _DEVICE else "cpu"], row, strict=True):
+                    values.append(value)
+                if max(len(side[0]) for side in times.values()) > MAX_EVENTS:
+                    raise InputError(f"{source.name}: more than {MAX_EVENTS} kernels; record fewer steps")
+        self.side = "gpu" if times["gpu"][0] else "cpu"
+        begins, lengths, numbers = map(np.array, times[self.side])
+        order = np.lexsort((-lengths, begins))
+        self.names, self.ranges = list(names), sorted(ranges[self.side] or ranges["cpu"])
+        self.begins, self.lengths, self.numbers = begins[order], lengths[order], numbers[order].astype(int)
+        ends = self.begins + self.lengths
+        before = np.concatenate([[-np.inf], np.maximum.accumulate(ends)[:-1]]) if len(ends) else ends
+        # Operators inside others are in their time already; overlapping streams of a device count once.
+        self.busy = np.maximum(ends - np.maximum(self.begins, before), 0)
+        self.shown = (ends > before) | (self.side == "gpu")
+
+    def phases(self) -> list[Phase]:
+        """Phases in order of time, from ranges, else from kernels that mark a boundary."""
+        if self.ranges:
+            return self.ranges
+        marks = {i: mark for i, (name, _) in enumerate(self.names) for mark in _table("mark") if mark[0].search(name)}
+        found, position, phase = list[Phase](), np.nan, ""
+        for i in np.flatnonzero(np.isin(self.numbers, list(marks))):
+            _, own, later = marks[int(self.numbers[i])]
+            begin, end = float(self.begins[i]), float(self.begins[i] + self.lengths[i])
+            found += [(position, begin, phase), (begin, end, own)] if phase else [(begin, end, own)]
+            position, phase = end, later
+        return found
+
+
+def read_steps(path: str | Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """Rows of a trace, one per step and phase, and notes on what could not be told.
+
+    Returns
+    -------
+    list of dict
+        step_index, phase, forward_ms (busy), attention_ms, other_ms, kernels (name, grid, count, ms; the largest ten),
+        and of the whole step: step_ms (wall), gap_ms (wall minus busy). The last, unfinished step is left out.
+
+    Raises InputError: no trace, no phases, or fewer than two steps in it.
+    """
+    source = Input(path)
+    try:
+        content = _Events(source)
+    finally:
+        source.close()
+    phases, notes = content.phases(), list(source.notes)
+    if not content.ranges:
+        notes.append("phases are split at marking kernels: draft_extend cannot be told from draft")
+    labels = [phase[2] for phase in phases]
+    first = [i for i, label in enumerate(labels) if label == labels[0] and (i == 0 or labels[i - 1] != label)]
+    if len(first) < 2:
+        raise InputError(f"{path}: wanted two steps with draft, verify or accept phases (names: docs/importing.md)")
+    steps = (_step(content, n, phases[a:b], phases[b][0]) for n, (a, b) in enumerate(itertools.pairwise(first)))
+    return list(itertools.chain.from_iterable(steps)), notes
+
+
+def _step(content: _Events, index: int, phases: list[Phase], end: float) -> Iterator[dict[str, Any]]:
+    drafted, attention = any(phase[2].startswith("draft") for phase in phases), [row[0] for row in _table("attention")]
+    low, high = np.searchsorted(content.begins, [phases[0][0], end])
+    wall = (end - phases[0][0]) / 1000
+    whole = {"step_ms": wall, "gap_ms": wall - float(content.busy[low:high].sum()) / 1000, "origin": "imported"}
+    for label in dict.fromkeys(phase[2] for phase in phases):
+        pieces = [np.searchsorted(content.begins, phase[:2]) for phase in phases if phase[2] == label]
+        rows = np.concatenate([np.arange(*piece) for piece in pieces])
+        busy, kernels, in_attention = float(content.busy[rows].sum()) / 1000, [], 0.0
+        for number in np.unique(content.numbers[rows]):
+            name, grid = content.names[number]
+            same = rows[content.numbers[rows] == number]
+            ms = float(content.lengths[same[content.shown[same]]].sum()) / 1000
+            kernels.append({"name": name, "grid": grid or None, "count": len(same), "ms": ms})
+            in_attention += ms if any(pattern.search(name) for pattern in attention) else 0.0
+        kernels = sorted(kernels, key=lambda kernel: -kernel["ms"])[:10]
+        row = {"step_index": index, "phase": "decode" if label == "verify" and not drafted else label}
+        row |= {"forward_ms": busy, "attention_ms": in_attention, "other_ms": busy - in_attention}
+        yield row | whole | {"kernels": kernels}

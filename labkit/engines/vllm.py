@@ -1,0 +1,124 @@
+"""vLLM: V0 and V1 speculative lines with their throughput lines, per-request blocks, bench serve, offline script."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from labkit.engines.record import Record, difference
+from labkit.engines.tables import from_histogram, number, numbers
+
+_TIME = re.compile(r"\b(\d\d-\d\d \d\d:\d\d:\d\d)\b")
+_ENGINE = re.compile(r"Engine (\d+):")
+_LENGTH = 0.006  # two printed decimals
+
+
+class Log:
+    """Speculative lines to records, joined with the throughput lines printed since the last one."""
+
+    def __init__(self) -> None:
+        self.companions: dict[str, Record] = {}
+        self.totals: Record | None = None
+        self.kv_tokens: float | None = None
+
+    def v1(self, record: Record, values: Mapping[str, str], text: str) -> list[Record]:
+        """A window; steps, k and the bonus are settled by arithmetic."""
+        settle_v1(record, number(values.get("Mean acceptance length")))
+        return [self._join(record, text)]
+
+    def v0(self, record: Record, values: Mapping[str, str], text: str) -> list[Record]:
+        """Totals since start, and the window since the line before."""
+        k, drafted, emitted = record.num_speculative_tokens, record.num_drafted_tokens, record.details.get("emitted")
+        if not (k and drafted and emitted is not None):
+            return []
+        record.num_drafted_steps = round(drafted / k)
+        record.num_accepted_tokens = round(emitted - record.num_drafted_steps)
+        window = difference(self.totals, record) if self.totals else None
+        self.totals = record.derive()
+        return [record] + ([self._join(window, text)] if window else [])
+
+    def throughput(self, record: Record, values: Mapping[str, str], text: str) -> list[Record]:
+        """Printed just before the speculative line, one per engine."""
+        match = _ENGINE.search(text)
+        self.companions[match[1] if match else "0"] = record
+        return []
+
+    def cache_size(self, record: Record, values: Mapping[str, str], text: str) -> list[Record]:
+        """Tokens that the cache holds: with its usage, the mean context."""
+        self.kv_tokens = number(text.partition("GPU KV cache size:")[2])
+        return []
+
+    def _join(self, record: Record, text: str) -> Record:
+        record.time = match[1] if (match := _TIME.search(text)) else None
+        lines, self.companions = list(self.companions.values()), {}
+        if lines:
+            rate = sum(line.output_tokens_per_s or 0 for line in lines)
+            batch = sum(line.batch_size or 0 for line in lines)
+            record.batch_size, record.output_tokens_per_s = batch or None, rate or None
+            # A prompt token costs far less than a generated one: fewer of them than generated ones do not show.
+            record.prefill_mixed = sum(line.details.get("prompt_tokens_per_s", 0) for line in lines) > rate
+            record.details["num_queued"] = sum(line.details.get("num_queued", 0) for line in lines)
+            if self.kv_tokens and batch:
+                used = sum(line.details.get("kv_usage", 0) for line in lines)
+                record.context_len = used * self.kv_tokens / batch
+                record.details["context_len_from"] = "KV cache usage x cache size / running"
+            self._zero_draft_steps(record)
+        return record.derive()
+
+    def _zero_draft_steps(self, record: Record) -> None:
+        """S = generated - accepted tokens of the window: equal to S1 where every step had a draft."""
+        per_s, accepted, steps = record.details.get("accepted_tokens_per_s"), record.num_accepted_tokens, record.steps
+        if per_s and accepted and steps and not record.prefill_mixed:
+            generated = (record.output_tokens_per_s or 0) * accepted / per_s
+            if abs(generated - accepted - steps) <= 0.02 * steps + 1:
+                record.num_verify_steps, record.zero_draft_steps = steps, "counted"
+                record.details["steps_from"] = "generation throughput = accepted + drafts: no step without a draft"
+
+
+def settle_v1(record: Record, printed: float | None) -> None:
+    """Settle steps, k and the bonus of a V1 line by arithmetic on its own counts; warn where that fails."""
+    accepted, drafted, rates = record.num_accepted_tokens, record.num_drafted_tokens, record.acceptance_rate_per_pos
+    if accepted is None or drafted is None or printed is None:
+        record.warn("figures are missing from the line: it may be cut off")
+        return
+    fits = {
+        (k, drafted // k, bonus)
+        for k in ([len(rates)] if rates else range(1, 65))
+        for bonus in (False, True)
+        if drafted and drafted % k == 0 and abs(accepted / (drafted // k) + bonus - printed) < _LENGTH
+    }
+    bonuses = {bonus for _, _, bonus in fits}
+    if rates:
+        slack, total = _LENGTH + 0.0006 * len(rates), sum(rates)
+        by_rates = {bonus for bonus in (False, True) if abs(printed - bonus - total) < slack}
+        bonuses = bonuses & by_rates or by_rates
+        record.num_speculative_tokens = len(rates)
+    if len(bonuses) != 1:
+        record.warn("whether the bonus is in this length cannot be told from the line's own figures; it is not used")
+        return
+    bonus = bonuses.pop()
+    sizes = {(k, steps) for k, steps, fit in fits if fit == bonus}
+    if len(sizes) == 1:
+        record.num_speculative_tokens, record.num_drafted_steps = sizes.pop()
+    elif not sizes and (above := printed - bonus) > 0:
+        record.warn("drafts were shorter than k at times: steps are taken from the printed length")
+        record.steps_from_length(above)
+    record.mean_acceptance_length = printed + (not bonus)
+    if not bonus:
+        record.definition = "accepted / drafts of the window, bonus not counted as printed; 1 was added"
+        record.warn("bonus not counted in the printed length (vLLM before 0.9); decided by arithmetic, 1 was added")
+
+
+def request(record: Record, node: Mapping[str, Any]) -> None:
+    """A per-request block; an earlier preview had a map with text keys for its histogram."""
+    histogram = node.get("acceptance_histogram")
+    if isinstance(histogram, dict):
+        size = max((int(key) for key in histogram if str(key).isdecimal() and int(key) < 1024), default=-1)
+        histogram = [number(histogram.get(str(i))) or 0 for i in range(size + 1)]
+    if numbers(histogram):
+        from_histogram(record, numbers(histogram))
+
+
+def bench(record: Record, node: Mapping[str, Any]) -> None:
+    """One stream at a time."""
+    if record.details.get("max_concurrency") == 1:
+        record.batch_size = 1.0

@@ -1,0 +1,345 @@
+"""Diagnosis of planted logs, roles of servers, launch lines, recipes, and a served info page."""
+
+import csv
+import json
+import random
+import threading
+from datetime import datetime, timedelta
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from labkit.cli import main
+from labkit.engines.diagnose import diagnose, render
+from labkit.engines.importing import Reader
+from labkit.engines.recipes import plain, recipe
+from labkit.engines.roles import gpu_row, kernel, launch_findings, launch_notes, resolve_roles, rows_of, version_key
+from labkit.engines.server import Server, parse_launch
+from labkit.errors import InputError
+from labkit.paths import REFERENCE
+from labkit.shapes import model_shape
+
+ARGS = "server_args=ServerArgs(model_path='org/Llama-3.3-70B-x', attention_backend={backend!r}, "
+ARGS += "speculative_algorithm='EAGLE3', speculative_num_steps=3, speculative_eagle_topk=1, "
+ARGS += "speculative_num_draft_tokens=4, version={version!r})\n"
+
+
+def log(
+    *, ms_per_1k, intercept=20.0, length=lambda context: 2.8, backend="triton", version="0.5.21", graph=True, count=240
+):
+    """Decode lines over 1K to 128K, batch 1, with a known step time and length."""
+    rng, now = random.Random(7), datetime(2026, 6, 3, 10)
+    lines = [ARGS.format(backend=backend, version=version), "Device: NVIDIA H200\n"]
+    for i in range(count):
+        context = int(1024 * 2 ** (7 * i / (count - 1)))
+        tokens = length(context) + rng.gauss(0, 0.05)
+        step = (intercept + ms_per_1k * context / 1024) * (1 + rng.gauss(0, 0.01))
+        now += timedelta(seconds=2)
+        lines.append(
+            f"[{now:%Y-%m-%d %H:%M:%S}] Decode batch, #running-req: 1, #token: {context}, token usage: 0.02, "
+            f"accept len: {tokens:.2f}, accept rate: {(tokens - 1) / 3:.2f}, cuda graph: {graph}, "
+            f"gen throughput (token/s): {1000 * tokens / step:.2f}, #queue-req: 0\n"
+        )
+    return "".join(lines)
+
+
+def diagnosed(text, **options):
+    reader = Reader()
+    records = reader.read_text(text, "log", reader.server)
+    return diagnose(records, reader.server, **options)
+
+
+SHAPE = model_shape("llama-3.3-70b")
+FLOOR = SHAPE.kv_bytes_per_token("bfloat16") * 1024 / 4800 / 1e6
+
+
+def test_verify_cost_is_found_with_its_size_and_flag():
+    found = diagnosed(log(ms_per_1k=20 * FLOOR))
+    value, low, high = found.slope_over_floor
+    assert low < 20 < high
+    assert value == pytest.approx(20, rel=0.05)
+    assert found.intercept_ms[0] == pytest.approx(20, rel=0.05)
+    assert found.acceptance == "flat over context"
+    assert len(found.bands) == 8
+    assert "verify cost" in found.cause
+    assert "without a KV split" in found.cause
+    assert found.next_step.startswith("--attention-backend flashinfer")
+    assert found.roles["verify"].how == "inherited from prefill (given (--attention-backend))"
+    text = render(found)
+    assert "x one KV read" in text
+    assert "unknown: cost of a plain decode step" in text
+
+
+def test_falling_acceptance_is_not_called_verify_cost():
+    falling = log(ms_per_1k=1.1 * FLOOR, length=lambda context: 3.4 - 0.25 * (context.bit_length() - 10))
+    found = diagnosed(falling)
+    assert found.acceptance == "falling with context"
+    assert found.cause.startswith("acceptance: it falls")
+
+
+def test_healthy_broken_and_eager():
+    assert diagnosed(log(ms_per_1k=1.2 * FLOOR, backend="flashinfer")).cause.startswith("neither")
+    broken = diagnosed(log(ms_per_1k=20 * FLOOR, length=lambda context: 1.02))
+    assert "broken rather than slow" in broken.cause
+    eager = diagnosed(log(ms_per_1k=1.2 * FLOOR, graph=False))
+    assert eager.cause.startswith("launch overhead")
+    assert "--cuda-graph-max-bs" in eager.next_step
+
+
+def test_what_is_unknown_is_said():
+    short = diagnosed(log(ms_per_1k=FLOOR, count=240).replace("Llama-3.3-70B-x", "secret-model"))
+    assert short.slope_over_floor is None
+    assert any("--model" in text for text in short.unknown)
+    one_context = diagnosed("\n".join(log(ms_per_1k=FLOOR).splitlines()[:12]))
+    assert one_context.slope_ms_per_1k is None
+    assert any("over too little context" in text for text in one_context.unknown)
+    other_version = diagnosed(log(ms_per_1k=20 * FLOOR, version="0.9.9"))
+    assert "unknown for this version" in other_version.next_step
+    assert {role.backend for role in other_version.roles.values()} <= {"unknown"}
+
+
+def test_given_names_win():
+    text = log(ms_per_1k=20 * FLOOR).replace("NVIDIA H200", "x")
+    assert diagnosed(text).slope_over_floor is None
+    fp8 = diagnosed(text, gpu="h200-sxm", model="llama-3.3-70b", kv_dtype="fp8_e4m3")
+    assert fp8.slope_over_floor[0] == pytest.approx(40, rel=0.05)
+    with pytest.raises(InputError, match="model must be one of"):
+        diagnosed(text, model="nosuch")
+
+
+def test_tensor_parallel_servers_read_their_share():
+    text = log(ms_per_1k=20 * FLOOR).replace("version=", "tp_size=4, version=")
+    assert diagnosed(text).slope_over_floor[0] == pytest.approx(80, rel=0.05)
+
+
+def test_vllm_context_comes_from_the_cache_usage():
+    lines = [
+        "INFO 06-03 10:00:00 Initializing a V1 LLM engine (v0.24.0) with config: model='org/Llama-3.3-70B-x'",
+        "INFO 06-03 10:00:00 Using AttentionBackendEnum.TRITON_ATTN backend.",
+        "INFO 06-03 10:00:00 Device NVIDIA H200, GPU KV cache size: 1,000,000 tokens",
+        "INFO 06-03 10:00:00 Device NVIDIA H200",
+    ]
+    for usage in range(1, 121, 2):
+        step = 20 + 20 * FLOOR * usage * 1000 / 1024
+        lines += [
+            f"INFO 06-03 10:00:10 Engine 000: Avg prompt throughput: 0.0 tokens/s, Avg generation throughput: "
+            f"{2800 / step:.1f} tokens/s, Running: 1 reqs, Waiting: 0 reqs, GPU KV cache usage: {usage / 10:.1f}%",
+            "INFO 06-03 10:00:10 SpecDecoding metrics: Mean acceptance length: 2.80, Accepted throughput: "
+            f"{1800 / step:.2f} tokens/s, Drafted throughput: {3000 / step:.2f} tokens/s, Accepted: 360 tokens, "
+            "Drafted: 600 tokens, Per-position acceptance rate: 0.800, 0.600, 0.400, Avg Draft acceptance rate: 60.0%",
+        ]
+    found = diagnosed("\n".join(lines))
+    assert found.slope_over_floor[0] == pytest.approx(20, rel=0.05)
+    assert found.roles["verify"] == found.roles["decode"]
+    assert "TRITON_ATTN verifies without a KV split" in found.cause
+    assert found.next_step.startswith("--attention-backend FLASH_ATTN")
+
+
+def server(engine="sglang", version="0.5.21", gpu=None, named=None, **args):
+    made = Server(engine=engine, version=version, gpu=gpu, named=dict(named or {}))
+    made.take_args(args)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("made", "role", "backend", "how"),
+    [
+        (server(attention_backend="triton"), "verify", "triton", "inherited from prefill"),
+        (
+            server(prefill_attention_backend="flashinfer", decode_attention_backend="fa3"),
+            "verify",
+            "flashinfer",
+            "prefill",
+        ),
+        (
+            server(prefill_attention_backend="a", decode_attention_backend="b", speculative_attention_mode="decode"),
+            "verify",
+            "b",
+            "inherited from decode",
+        ),
+        (server(attention_backend="triton", speculative_draft_attention_backend="fa3"), "draft", "fa3", "given"),
+        (server(prefill_attention_backend="a", decode_attention_backend="b"), "draft", "b", "inherited from decode"),
+        (
+            server(prefill_attention_backend="a", decode_attention_backend="b", speculative_algorithm="DFLASH"),
+            "draft",
+            "a",
+            "inherited from prefill",
+        ),
+        (server(gpu="NVIDIA H200"), "decode", "fa3", "default of the table for NVIDIA H200"),
+        (server(gpu="NVIDIA H200", version="0.5.6"), "decode", "unknown", "unknown for this version and GPU"),
+        (server(named={"default": "fa3"}), "verify", "fa3", "named by the log"),
+        (server(named={"decode": "fa3", "prefill": "flashinfer"}), "verify", "flashinfer", "named by the log"),
+        (server("vllm", "0.33.0", attention_backend="TRITON_ATTN"), "verify", "TRITON_ATTN", "given"),
+        (server("vllm", "0.33.0", attention_backend="TRITON_ATTN"), "draft", "unknown", "picked automatically"),
+        (server("vllm", "0.33.0", speculative_config={"attention_backend": "X"}), "draft", "X", "given"),
+        (server("vllm", "0.33.0", gpu="NVIDIA B200"), "verify", "FLASHINFER", "default of the table"),
+        (server("llamacpp", None), "verify", "unknown", "picked automatically"),
+        (server("trtllm", "1.2"), "verify", "TRTLLM", "default"),
+        (server("trtllm", "1.2"), "draft", "unknown", "unknown for this version"),
+    ],
+)
+def test_roles(made, role, backend, how):
+    found = resolve_roles(made)[role]
+    assert found.backend == backend
+    assert how in found.how
+
+
+def test_log_lines_name_backends():
+    reader = Reader()
+    text = (
+        "INFO Attention backend not specified. Use fa3 backend by default.\n"
+        "WARN Using hybrid attention backend for decode and prefill: decode_backend=fa3, prefill_backend=flashinfer.\n"
+        "INFO Overriding draft attention backend to triton.\n"
+    )
+    list(reader.read_text(text, "log"))
+    assert reader.server.named == {"default": "fa3", "decode": "fa3", "prefill": "flashinfer", "draft": "triton"}
+    text = (
+        "Initializing a V1 LLM engine (v0.33.0) with config: model='m', speculative_config="
+        "SpeculativeConfig(method='mtp')\n"
+        "Using FLASH_ATTN attention backend out of potential backends: ['FLASH_ATTN', 'FLASHINFER'].\n"
+    )
+    list(reader.read_text(text, "log"))
+    assert (reader.server.version, reader.server.model) == ("0.33.0", "m")
+    assert resolve_roles(reader.server)["verify"].backend == "FLASH_ATTN"
+
+
+LAUNCH = (
+    "sglang serve --model-path m --speculative-algorithm EAGLE3 --speculative-num-steps {} --speculative-eagle-topk {} "
+)
+LAUNCH += "--speculative-num-draft-tokens {}"
+
+
+@pytest.mark.parametrize(
+    ("line", "version", "wanted"),
+    [
+        (LAUNCH.format(4, 1, 24), "0.5.21", ["hold 5 rows"]),
+        (LAUNCH.format(3, 1, 4), "0.5.21", []),
+        (LAUNCH.format(2, 2, 8), "0.5.21", ["hold 7 rows"]),
+        (LAUNCH.format(3, 2, 8), "0.5.21", []),
+        (
+            LAUNCH.format(3, 1, 4) + " --speculative-draft-attention-backend fa3",
+            "0.5.6",
+            ["not a flag of sglang 0.5.6"],
+        ),
+        (LAUNCH.format(3, 1, 4) + " --speculative-draft-attention-backend fa3", "0.5.21", []),
+        (LAUNCH.format(3, 1, 4) + " --max-running-requests 64 --cuda-graph-max-bs 16", "0.5.21", ["below 64 running"]),
+        (
+            "vllm serve m --speculative-config '{\"num_speculative_tokens\": 7}' --max-num-seqs 64 "
+            "--max-cudagraph-capture-size 256",
+            "0.33.0",
+            ["below batch x q_len = 64 x 8"],
+        ),
+        ("llama-server -m m.gguf --draft-max 4", "9030", ["now --spec-draft-n-max"]),
+        ("llama-server -m m.gguf --spec-draft-n-max 4", "9030", []),
+    ],
+)
+def test_launch_lines(line, version, wanted):
+    made, flags = parse_launch(line, version)
+    found = list(launch_findings(made, flags))
+    assert len(found) == len(wanted)
+    assert all(text in problem for text, problem in zip(wanted, found, strict=True))
+
+
+def test_launch_notes_tell_the_ceiling():
+    made, _ = parse_launch(LAUNCH.format(3, 1, 4), "0.5.21")
+    notes = " ".join(launch_notes(made))
+    assert "at most 4" in notes
+    assert "48" in notes
+
+
+@pytest.mark.parametrize(
+    "line", ["", "python train.py", "sglang serve 'open", "vllm serve m --speculative-config '{bad'"]
+)
+def test_bad_launch_lines(line):
+    with pytest.raises(InputError, match="launch: "):
+        parse_launch(line, None)
+
+
+@pytest.mark.parametrize("name", ["all-reject", "k-sweep", "backend-ab"])
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_recipes_are_printed_with_the_replay(name, engine):
+    lines = recipe(name, server(engine, "0.33.0", attention_backend="fa3"), None)
+    commands = [line for line in lines if not line.startswith("#")]
+    assert commands[1::2] == [commands[1]] * (len(commands) // 2)
+    assert commands[1].startswith("labkit replay --base-url")
+    assert {"all-reject": "1", "k-sweep": "8", "backend-ab": "flashinfer"}[name] in " ".join(commands).lower()
+
+
+def test_recipe_from_a_launch_line():
+    line = LAUNCH.format(3, 1, 4) + " --attention-backend fa3"
+    made, _ = parse_launch(line, "0.5.21")
+    lines = recipe("all-reject", made, line)
+    assert lines[2] == f"SGLANG_SIMULATE_ACC_LEN=1.0 {line}"
+    assert "sglang serve --model-path m --attention-backend fa3" in lines
+    assert plain("X=1 vllm serve m --speculative-config '{}' --port 1") == "X=1 vllm serve m --port 1"
+    with pytest.raises(InputError, match="recipe: wanted"):
+        recipe("nosuch", made, line)
+    with pytest.raises(InputError, match="recipe: wanted"):
+        recipe("backend-ab", server("llamacpp", None), None)
+
+
+def test_table_of_flags_is_sound():
+    with (REFERENCE / "engine_flags.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert all(row["source"] for row in rows)
+    assert {row["kind"] for row in rows} == {"role", "default", "kernel", "setting"}
+    assert {row["kv_split"] for row in rows if row["kind"] == "kernel"} <= {"yes", "no", "partly"}
+    for engine in ("sglang", "vllm", "llamacpp", "trtllm"):
+        assert rows_of(engine, "setting", None, role="imposed_acceptance")
+    assert version_key("0.5.15.post1") == (0, 5, 15)
+    assert version_key(None) == ()
+    assert gpu_row("NVIDIA A100-SXM4-80GB")["gpu"] == "a100-80gb-sxm"
+    assert gpu_row("NVIDIA GeForce RTX 5090")["gpu"] == "rtx-5090"
+    assert gpu_row("unheard of") is None
+
+
+class Where:
+    engine, engine_version, gpu = "vllm", "0.24.0", "NVIDIA H200"
+
+
+def test_kernels_by_version():
+    assert kernel(Where, "TRITON_ATTN")["kv_split"] == "no"
+    newer = type("Newer", (Where,), {"engine_version": "0.33.0"})
+    assert kernel(newer, "TRITON_ATTN")["kv_split"] == "partly"
+    assert kernel(Where, "NOSUCH") is None
+
+
+def test_command_line(tmp_path, capsys):
+    path = tmp_path / "s.log"
+    path.write_text(log(ms_per_1k=20 * FLOOR))
+    assert main(["diagnose", str(path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["slope_over_floor"][0] == pytest.approx(20, rel=0.05)
+    assert main(["diagnose", str(path), "--recipe", "k-sweep"]) == 0
+    assert "--speculative-num-draft-tokens 9" in capsys.readouterr().out
+    assert main(["diagnose", "--launch", LAUNCH.format(4, 1, 24), "--engine-version", "0.5.21"]) == 1
+    assert "hold 5 rows" in capsys.readouterr().out
+    for arguments in (["diagnose"], ["diagnose", "no/such"], ["diagnose", "--base-url", "ftp://x"]):
+        assert main(arguments) == 2
+        assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+class Pages(BaseHTTPRequestHandler):
+    def do_GET(self):
+        info = {"version": "0.5.21", "attention_backend": "triton", "model_path": "org/Llama-3.3-70B-x"}
+        info |= {"speculative_num_draft_tokens": 4, "internal_states": [{"avg_spec_accept_length": 2.8}]}
+        if self.path != "/get_server_info":
+            self.send_error(404)
+            return
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(info).encode())
+
+    def log_message(self, *arguments):
+        pass
+
+
+def test_a_running_server_is_asked(capsys):
+    httpd = HTTPServer(("127.0.0.1", 0), Pages)
+    threading.Thread(target=httpd.serve_forever, daemon=True).start()
+    assert main(["diagnose", "--base-url", f"http://127.0.0.1:{httpd.server_port}", "--json"]) == 0
+    httpd.shutdown()
+    found = json.loads(capsys.readouterr().out)
+    assert found["engine_version"] == "0.5.21"
+    assert found["roles"]["verify"]["backend"] == "triton"
+    assert found["bands"][0]["mean_acceptance_length"] == pytest.approx(2.8)

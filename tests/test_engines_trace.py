@@ -1,0 +1,174 @@
+"""Traces: planted phases, kernels and gaps; one recorded from labkit's own loop on the CPU; cut and hostile files."""
+
+import gzip
+import json
+
+import pytest
+
+from labkit.cli import main
+from labkit.engines.trace import is_trace, read_steps
+from labkit.errors import InputError
+
+
+def kernel(name, begin, length, grid=(8, 1, 1), kind="kernel"):
+    return {"ph": "X", "cat": kind, "name": name, "ts": begin, "dur": length, "args": {"grid": list(grid), "stream": 7}}
+
+
+def span(name, begin, length, kind="gpu_user_annotation"):
+    return {"ph": "X", "cat": kind, "name": name, "ts": begin, "dur": length}
+
+
+def vllm_step(begin):
+    """forward 1000 us of which 400 attention on two streams, sample 100, draft 300, then 200 us of nothing."""
+    return [
+        span("gpu_model_runner: forward", begin, 1000),
+        kernel("gemm", begin, 600),
+        kernel("kernel_unified_attention_2d", begin + 600, 400, (24, 4, 1)),
+        kernel("copy", begin + 700, 100, kind="gpu_memcpy"),
+        span("gpu_model_runner: sample", begin + 1000, 100),
+        kernel("rejection_greedy_sample_kernel", begin + 1000, 100),
+        span("gpu_model_runner: draft", begin + 1100, 300),
+        kernel("gemm", begin + 1100, 200),
+        kernel("flash_fwd_splitkv_kernel", begin + 1300, 100),
+    ]
+
+
+def sglang_step(begin):
+    return [
+        kernel("gemm", begin, 300),
+        kernel("build_tree_efficient", begin + 300, 50),
+        kernel("_fwd_kernel", begin + 400, 500, (1, 24, 1)),
+        kernel("gemm", begin + 900, 200),
+        kernel("VerifyTreeGreedy", begin + 1200, 50),
+    ]
+
+
+def write(path, events, pretty=False):
+    text = json.dumps(
+        {"schemaVersion": 1, "deviceProperties": [{}], "traceEvents": events}, indent=1 if pretty else None
+    )
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    return path
+
+
+@pytest.mark.parametrize("name", ["t.json", "t.json.gz"])
+def test_phases_from_ranges(tmp_path, name):
+    events = [{"ph": "M", "name": "process_name"}, *(e for i in range(4) for e in vllm_step(1600 * i))]
+    path = write(tmp_path / name, events[::-1], pretty=name == "t.json")
+    assert is_trace(path)
+    rows, notes = read_steps(path)
+    assert notes == []
+    assert [row["phase"] for row in rows] == ["verify", "accept", "draft"] * 3
+    verify, accept, draft = rows[:3]
+    assert verify["forward_ms"] == pytest.approx(1.0)  # the copy overlaps the attention and counts once
+    assert verify["attention_ms"] == pytest.approx(0.4)
+    assert draft["forward_ms"] == pytest.approx(0.3)
+    assert draft["attention_ms"] == pytest.approx(0.1)
+    assert accept["forward_ms"] == pytest.approx(0.1)
+    assert verify["gap_ms"] == pytest.approx(0.2)
+    assert verify["step_ms"] == pytest.approx(1.6)
+    assert {"name": "kernel_unified_attention_2d", "grid": "[24, 4, 1]", "count": 1, "ms": 0.4} in verify["kernels"]
+    assert {row["origin"] for row in rows} == {"imported"}
+
+
+def test_phases_from_marking_kernels(tmp_path):
+    path = write(tmp_path / "t.json", [e for i in range(5) for e in sglang_step(1500 * i)])
+    rows, notes = read_steps(path)
+    assert "draft_extend cannot be told from draft" in notes[0]
+    step = {row["phase"]: row for row in rows if row["step_index"] == 1}
+    assert set(step) == {"draft", "verify", "accept"}
+    assert step["verify"]["forward_ms"] == pytest.approx(0.7)
+    assert step["verify"]["attention_ms"] == pytest.approx(0.5)
+    assert step["draft"]["forward_ms"] == pytest.approx(0.35)
+    assert step["verify"]["gap_ms"] == pytest.approx(1.5 - 1.1)
+
+
+def test_plain_steps_are_decode(tmp_path):
+    events = [e for i in range(3) for e in vllm_step(1600 * i) if "draft" not in e["name"]]
+    rows, _ = read_steps(write(tmp_path / "t.json", events))
+    assert {row["phase"] for row in rows} == {"decode", "accept"}
+
+
+class Annotated:
+    """The loop's clock, putting each part under the range that vLLM uses for it."""
+
+    def __init__(self, record_function):
+        self.record_function, self.range = record_function, None
+
+    def start_step(self):
+        self.begin("gpu_model_runner: draft")
+
+    def lap(self, part):
+        self.range.__exit__(None, None, None)
+        following = {"draft": "gpu_model_runner: forward", "verify": "gpu_model_runner: sample"}
+        if part in following:
+            self.begin(following[part])
+
+    def begin(self, name):
+        self.range = self.record_function(name)
+        self.range.__enter__()
+
+    def end_step(self):
+        return {}
+
+
+def test_recorded_from_our_own_loop_under_the_names_of_an_engine(tmp_path):
+    torch = pytest.importorskip("torch")
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    from labkit.speculation import speculate
+    from tests.toys import OracleDrafter, ToyTarget
+
+    class Target(ToyTarget):
+        def verify(self, requests, draft):
+            heads = torch.randn(1, 4, 16, 32)
+            torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)
+            return super().verify(requests, draft)
+
+    target = Target()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        drafter, clock = OracleDrafter(target, (True, False)), Annotated(record_function)
+        (done,) = speculate(target, drafter, [[1, 2]], num_speculative_tokens=2, max_new_tokens=9, clock=clock)
+    path = tmp_path / "loop.json"
+    profiler.export_chrome_trace(str(path))
+    rows, _ = read_steps(path)
+    assert [row["phase"] for row in rows] == ["draft", "verify", "accept"] * (len(done.steps) - 1)
+    for row in rows:
+        assert 0 < row["forward_ms"] < row["step_ms"]
+        assert (row["attention_ms"] > 0) == (row["phase"] == "verify")
+        assert row["attention_ms"] <= row["forward_ms"]
+    assert all(row["gap_ms"] > 0 for row in rows)
+
+
+def test_cut_trace_gives_the_steps_before(tmp_path):
+    path = write(tmp_path / "t.json", [e for i in range(50) for e in vllm_step(1600 * i)])
+    path.write_text(path.read_text()[:-2000])
+    rows, notes = read_steps(path)
+    assert len(rows) > 100
+    assert "cut off" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ('{"traceEvents": []}', "two steps"),
+        ('{"traceEvents": {"a": 1}}', "no traceEvents"),
+        ('{"traceEvents": [' + '{"a":' * 300_000, "more than 1 MiB"),
+        ('{"traceEvents": [{"ph": "X", "name": 3}, 7, null]}', "two steps"),
+    ],
+)
+def test_hostile_traces(tmp_path, text, wanted):
+    path = tmp_path / "t.json"
+    path.write_text(text)
+    with pytest.raises(InputError, match=wanted):
+        read_steps(path)
+    assert main(["import", str(path)]) == 2
+
+
+def test_command_line(tmp_path, capsys):
+    path = write(tmp_path / "t.json.gz", [e for i in range(3) for e in vllm_step(1600 * i)])
+    assert main(["import", str(path), "--json", "--out", str(tmp_path)]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert len((tmp_path / "steps.jsonl").read_text().splitlines()) == len(rows) == 6
+    assert main(["diagnose", str(path)]) == 0
+    assert "step 0 verify: 1.000 ms, attention 0.400" in capsys.readouterr().out
