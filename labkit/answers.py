@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from labkit.acceptance import acceptance_table, counts_from_frame
-from labkit.attention_table import attention_table, read_bandwidths, slope_text, slope_us_per_1k
+from labkit.attention_table import attention_table, read_bandwidths, slope_text, slope_us_per_1k, verify_q_len
 from labkit.breakeven import Breakeven
 from labkit.curves import crossing_text
 from labkit.diagnosis import diagnose
@@ -45,16 +45,18 @@ def breakeven_answer(result: Breakeven) -> str:
 def attention_answer(df: pd.DataFrame, sidecars: Mapping[str, Mapping[str, Any]] | None = None) -> str:
     """Per backend of one setting: verify against decode at the longest context, growth per 1K, and the diagnosis."""
     table = attention_table(df, read_bandwidths(sidecars or {}))
-    table, found = table[table["newest"]], diagnose(df, sidecars).sort_values("run_id").set_index("backend")
-    q_len, longest = int(table["q_len"].max()), table["context_len"].max()
+    table = table[table["newest"]]
+    q_len, longest = verify_q_len(table, None), table["context_len"].max()
+    found = diagnose(df[df["q_len"].isin([1, q_len])], sidecars).sort_values("run_id").set_index("backend")
     lines = [
         f"What does verifying {q_len} tokens cost at {format_tokens(longest)} tokens of context, against decoding one?"
     ]
+    one_sided: list[str] = []
     for backend in attention_order(table["backend"].unique()):
         at = table[(table["backend"] == backend) & (table["context_len"] == longest)]
         at = at[at["run_id"] == at["run_id"].max()].set_index("q_len")["attention_us"]
         if q_len not in at or 1 not in at:
-            lines.append(f"- {backend}: not measured at both in one run.")
+            one_sided.append(backend)
             continue
         curve = table[(table["backend"] == backend) & (table["q_len"] == q_len)]
         slope = slope_us_per_1k(curve["context_len"].to_numpy(float), curve["attention_us"].to_numpy(float))
@@ -64,6 +66,8 @@ def attention_answer(df: pd.DataFrame, sidecars: Mapping[str, Mapping[str, Any]]
             text += f", {cause['verify_slope_over_floor']:.1f} times the floor of reading keys and values once"
             text += f": {'likely ' if cause['sure'] == 'likely' else ''}{cause['diagnosis']}"
         lines.append(text + ".")
+    if one_sided:
+        lines.append(f"- not measured at both in one run: {', '.join(one_sided)}.")
     return "\n".join(lines)
 
 

@@ -126,6 +126,15 @@ def slope_text(slope: float) -> str:
     return f"{slope:+,.{digits}f} us per 1K"
 
 
+def verify_q_len(table: pd.DataFrame, q_len: int | None) -> int:
+    """``q_len``, or the largest of those with most backends in the table; InputError when it was not measured."""
+    backends = table.groupby("q_len")["backend"].nunique()
+    if q_len is not None and q_len not in backends.index:
+        raise InputError(f"q_len: want one of {', '.join(map(str, backends.index))}; got {q_len}")
+    verify = backends[backends.index > 1] if (backends.index > 1).any() else backends
+    return int(verify[verify == verify.max()].index.max() if q_len is None else q_len)
+
+
 def path_name(kernel: Any) -> str:
     """A kernel's name without what it counts (``8 calls``): what tells one path from another. "" when unknown."""
     return re.sub(r"\b\d+\b", "#", kernel) if isinstance(kernel, str) else ""

@@ -12,7 +12,7 @@ once at the read bandwidth of the same run); "few programs" are fewer than the d
 4. **no KV split**: one split, and few programs or a slope above `JUMP` times what the repeated reads cost.
 5. **too few KV splits**: several splits, each key read once, few programs.
 6. **KV read per draft token**, **KV read per query head**: several reads per key explain the slope (at most `HEALTHY`
-   times their number); per draft token where the number grows with q_len.
+   times their number); per draft token where the number grows with q_len or is below the query heads per KV head.
 7. Without the number of splits and reads (libraries), "likely": linear in q_len (exponent at least `LINEAR`) is per
    draft token; flat in q_len (at most `FLAT`) is no KV split with few programs or a slope above `JUMP` times the
    query heads per KV head, else per query head where the programs fill the device.
@@ -178,7 +178,9 @@ def _of_curve(row: pd.Series, rows: pd.DataFrame) -> Diagnosis:
     if slope <= HEALTHY:
         return Diagnosis("healthy", "measured", text)
     splits, passes, programs = row["num_splits"], row["kv_passes"], row["num_programs"]
-    few = programs < row["num_sms"]  # False where either is unknown
+    # Without a split at most one program per request, query head and 64 query tokens has work, however many start.
+    busy = row["batch_size"] * row["num_qo_heads"] * -(-row["q_len"] // TILE) if splits == 1 else programs
+    few = min(busy, programs) < row["num_sms"]  # False where either is unknown
     if np.isfinite(programs):
         text += f", {programs:.0f} programs" + (f" on {row['num_sms']:.0f} SMs" if row["num_sms"] > 0 else "")
     group = row["num_qo_heads"] / row["num_kv_heads"]
@@ -191,7 +193,8 @@ def _of_curve(row: pd.Series, rows: pd.DataFrame) -> Diagnosis:
     exponent, known = _exponent(rows, "slope_over_floor"), rows["kv_passes"].notna().all()
     if passes >= JUMP and slope <= HEALTHY * passes:
         grows = _exponent(rows, "kv_passes") if known and len(rows) > 1 else np.log(max(passes / group, 1))
-        return Diagnosis("KV read per draft token" if grows > FLAT else "KV read per query head", "measured", text)
+        per_token = grows > FLAT or passes < group  # fewer reads than heads: tiles of rows, which grow with q_len
+        return Diagnosis("KV read per draft token" if per_token else "KV read per query head", "measured", text)
     if exponent >= LINEAR and not passes < JUMP:
         return Diagnosis("KV read per draft token", "likely", f"{text}, linear in q_len")
     if not np.isfinite(splits) and not exponent > FLAT:

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from textwrap import shorten
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from labkit.attention_table import (
     read_bandwidths,
     slope_text,
     slope_us_per_1k,
+    verify_q_len,
 )
 from labkit.canvas import add_header, add_legend, axes_or_new, freeze_layout, new_figure
 from labkit.curves import by_name
@@ -183,15 +183,6 @@ def _chosen(df: pd.DataFrame, backends: Sequence[str] | None) -> tuple[pd.DataFr
     return df[df["backend"].isin(wanted)], note
 
 
-def verify_q_len(table: pd.DataFrame, q_len: int | None) -> int:
-    """``q_len``, or the largest of those with most backends in the table; InputError when it was not measured."""
-    backends = table.groupby("q_len")["backend"].nunique()
-    if q_len is not None and q_len not in backends.index:
-        raise InputError(f"q_len: want one of {', '.join(map(str, backends.index))}; got {q_len}")
-    verify = backends[backends.index > 1] if (backends.index > 1).any() else backends
-    return int(verify[verify == verify.max()].index.max() if q_len is None else q_len)
-
-
 def _draw_curves(
     ax: Axes,
     table: pd.DataFrame,
@@ -258,7 +249,8 @@ def _change_of_kernel(before: str, after: str) -> str:
     for own, other in (words, words[::-1]):
         differing = dict.fromkeys(word.split("#")[0] for word in own if word not in other)
         new = [word for word in differing if word not in {w.split("#")[0] for w in other}] or list(differing)
-        shown.append(shorten(" ".join(new), 26, placeholder="..."))
+        text = " ".join(new)
+        shown.append(text if len(text) <= 26 else text[:25] + "…")
     return " | ".join(shown)
 
 

@@ -7,10 +7,10 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from labkit.attention_table import Bandwidth, attention_table, cell_table, read_bandwidths
+from labkit.attention_table import Bandwidth, attention_table, cell_table, read_bandwidths, verify_q_len
 from labkit.canvas import add_header, freeze_layout, new_figure
 from labkit.errors import InputError
-from labkit.plots_attention import describe, verify_q_len
+from labkit.plots_attention import describe
 from labkit.style import INK, NOTE_SIZE, TEXT_WIDTH_IN, format_tokens, log_us_axis, series_styles, styled
 
 # Each rung changes one thing of the rung before.

@@ -57,7 +57,8 @@ DEFAULT_SPEC = AttentionSpec()
 class Run(Protocol):
     """Attention of `q` over one layer of the prepared cache, into `out` (and `lse`).
 
-    It may have a method ``replan()``, which takes over new lengths of the cache without a new launch configuration.
+    It may have a method ``replan()``, which takes over new lengths of the cache without a new launch configuration, and
+    one ``plan()``, which makes the metadata of a step again, as an engine does in every step.
     """
 
     def __call__(self, q: Tensor, layer: int, out: Tensor, lse: Tensor | None) -> None: ...
@@ -270,8 +271,17 @@ class PreparedAttention:
         float32 ``[batch_size, q_len, num_qo_heads]``, natural logarithm, or None.
     """
 
-    def __init__(self, backend: str, run: Run, info: dict[str, Any], q: Tensor, out: Tensor, lse: Tensor | None):
-        self.backend, self.info, self._run = backend, info, run
+    def __init__(
+        self,
+        backend: str,
+        run: Run,
+        info: dict[str, Any],
+        q: Tensor,
+        out: Tensor,
+        lse: Tensor | None,
+        prepare_again: Callable[[], object],
+    ):
+        self.backend, self.info, self._run, self._prepare_again = backend, info, run, prepare_again
         self.q, self.out, self.lse = q, out, lse
 
     def __call__(self) -> None:
@@ -303,6 +313,11 @@ class PreparedAttention:
         if replan is None:
             raise Unsupported(f"backend {self.backend!r} must be prepared again for other lengths")
         replan()
+
+    def plan(self) -> None:
+        """Make the metadata of this step again, to be timed: all that must happen once per step and not per layer."""
+        again = getattr(self._run, "plan", None) or getattr(self._run, "replan", None) or self._prepare_again
+        again()
 
 
 def _check_tree(tree: Tensor, q: Tensor) -> None:
@@ -405,7 +420,7 @@ def prepare(
     out.fill_(math.nan)
     lse = torch.full(q.shape[:3], math.nan, device=q.device) if spec.return_lse else None
     run, info = entry.prepare(q, cache, spec)
-    return PreparedAttention(backend, run, info, q, out, lse)
+    return PreparedAttention(backend, run, info, q, out, lse, lambda: entry.prepare(q, cache, spec))
 
 
 def max_error(out: Tensor, ref: Tensor) -> float:

@@ -39,7 +39,7 @@ def prepare(q: Tensor, cache: PagedKVCache, spec: AttentionSpec, *, kernel: str)
     import flashinfer
 
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(q.device), "NHD", backend=kernel)
-    wrapper.plan(**prefill_plan(q, cache, spec))
+    call = WrapperCall(wrapper, cache, lambda: wrapper.plan(**prefill_plan(q, cache, spec)))
     info = {
         # `auto` is resolved by plan; there is no public name for its choice.
         "resolved_kernel": f"flashinfer {version()} paged prefill {wrapper._backend}",
@@ -48,4 +48,4 @@ def prepare(q: Tensor, cache: PagedKVCache, spec: AttentionSpec, *, kernel: str)
         "kv_passes": None,
         "workspace_bytes": WORKSPACE_BYTES,
     }
-    return WrapperCall(wrapper, cache), info
+    return call, info

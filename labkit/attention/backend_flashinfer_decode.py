@@ -32,20 +32,24 @@ def prepare(q: Tensor, cache: PagedKVCache, spec: AttentionSpec) -> tuple[Run, d
     import flashinfer
 
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(q.device), "NHD", use_tensor_cores=True)
-    kv_lens = [n + 1 for n in cache.context_lens]
-    wrapper.plan(
-        cache.kv_indptr(kv_lens).cpu(),
-        cache.kv_indices(kv_lens),
-        last_page_lens(cache, kv_lens),
-        q.shape[2],
-        cache.num_kv_heads,
-        q.shape[3],
-        cache.page_size,
-        sm_scale=spec.scale(q.shape[3]),
-        window_left=-1 if spec.window is None else spec.window - 1,
-        q_data_type=q.dtype,
-        kv_data_type=cache.dtype,
-    )
+
+    def plan() -> None:
+        kv_lens = [n + 1 for n in cache.context_lens]
+        wrapper.plan(
+            cache.kv_indptr(kv_lens).cpu(),
+            cache.kv_indices(kv_lens),
+            last_page_lens(cache, kv_lens),
+            q.shape[2],
+            cache.num_kv_heads,
+            q.shape[3],
+            cache.page_size,
+            sm_scale=spec.scale(q.shape[3]),
+            window_left=-1 if spec.window is None else spec.window - 1,
+            q_data_type=q.dtype,
+            kv_data_type=cache.dtype,
+        )
+
+    call = WrapperCall(wrapper, cache, plan)
     info = {
         "resolved_kernel": f"flashinfer {version()} paged decode, tensor cores",
         "num_programs": None,
@@ -53,4 +57,4 @@ def prepare(q: Tensor, cache: PagedKVCache, spec: AttentionSpec) -> tuple[Run, d
         "kv_passes": None,
         "workspace_bytes": WORKSPACE_BYTES,
     }
-    return WrapperCall(wrapper, cache), info
+    return call, info

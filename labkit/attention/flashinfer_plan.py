@@ -3,6 +3,7 @@
 import importlib.metadata
 import importlib.util
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -79,10 +80,11 @@ def _tree_mask(tree: Tensor, context_lens: list[int]) -> Tensor:
 
 
 class WrapperCall:
-    """One run of a planned wrapper; FlashInfer's base-2 lse is converted."""
+    """One run of a wrapper, planned by `plan`; FlashInfer's base-2 lse is converted."""
 
-    def __init__(self, wrapper: Any, cache: PagedKVCache):
-        self.wrapper, self.cache = wrapper, cache
+    def __init__(self, wrapper: Any, cache: PagedKVCache, plan: Callable[[], None]):
+        self.wrapper, self.cache, self.plan = wrapper, cache, plan
+        plan()
         quantised = cache.k_scale != 1.0 or cache.v_scale != 1.0
         self.scales = {"k_scale": cache.k_scale, "v_scale": cache.v_scale} if quantised else {}
 
