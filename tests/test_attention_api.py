@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from labkit.attention import api
+from labkit.attention import registry
 from labkit.attention.api import (
     AttentionSpec,
     available_backends,
@@ -36,7 +36,7 @@ def prepare(q, cache, spec):
 
 @pytest.fixture(autouse=True)
 def _same_backends_afterwards(monkeypatch):
-    monkeypatch.setattr(api, "_BACKENDS", dict(api._BACKENDS))
+    monkeypatch.setattr(registry, "_BACKENDS", dict(registry._BACKENDS))
 
 
 def make(q_len=2, batch_size=1, **changes):

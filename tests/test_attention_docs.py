@@ -5,7 +5,7 @@ import re
 import pytest
 
 from labkit import diagnosis, paths
-from labkit.attention import api
+from labkit.attention import api, registry
 from labkit.attention.inputs import verify_backend
 from labkit.cli import main
 from labkit.experiments.trial import try_backend
@@ -18,7 +18,7 @@ SMALL = ["context_len=64", "q_len=1,3", "num_rounds=2", "model=tiny"]
 
 @pytest.fixture(autouse=True)
 def _same_backends_afterwards(monkeypatch):
-    monkeypatch.setattr(api, "_BACKENDS", dict(api._BACKENDS))
+    monkeypatch.setattr(registry, "_BACKENDS", dict(registry._BACKENDS))
 
 
 @pytest.fixture

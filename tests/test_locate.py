@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from labkit.attention import api
+from labkit.attention import registry
 from labkit.attention.api import AttentionSpec, prepare, register_backend
 from labkit.attention.inputs import check, make_inputs
 from labkit.attention.locate import TILE, locate
@@ -17,7 +17,7 @@ HEADS, KV_HEADS, HEAD_DIM = 6, 2, 64
 
 @pytest.fixture(autouse=True)
 def _same_backends_afterwards(monkeypatch):
-    monkeypatch.setattr(api, "_BACKENDS", dict(api._BACKENDS))
+    monkeypatch.setattr(registry, "_BACKENDS", dict(registry._BACKENDS))
 
 
 def eager_backend(mistake):

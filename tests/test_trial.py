@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from labkit.attention import api
+from labkit.attention import api, registry
 from labkit.attention.api import register_backend
 from labkit.attention_table import attention_table
 from labkit.cli import main
@@ -37,7 +37,7 @@ SMALL = ["--set", "context_len=64,300", "q_len=1,3", "num_rounds=4", "model=tiny
 
 @pytest.fixture(autouse=True)
 def _same_backends_afterwards(monkeypatch):
-    monkeypatch.setattr(api, "_BACKENDS", dict(api._BACKENDS))
+    monkeypatch.setattr(registry, "_BACKENDS", dict(registry._BACKENDS))
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ def test_wrong_only_at_the_timed_size_is_exit_1():
             if max(cache.context_lens) > 2000:
                 out[0, 0, 0] = math.nan
 
-        source, info = api._lookup("reference").prepare(q, cache, spec)
+        source, info = registry.lookup("reference").prepare(q, cache, spec)
         return run, info
 
     register_backend("late", prepare, supports=lambda shape, device: "")
