@@ -24,11 +24,13 @@ SOURCES = ("flashinfer_plan.py",)
 
 def supports(shape: AttentionShape, device: str) -> str:
     """As `flashinfer_supports`, for a causal batch that shares a prefix."""
+    if reason := flashinfer_supports(shape, device):
+        return reason
     if shape.shared_prefix_len == 0:
         return "needs a prefix that all requests share"
     if shape.mask != "causal" or shape.window is not None or shape.kv_dtype != shape.q_dtype:
         return "has the causal mask only, without a window, and K/V like q"
-    return flashinfer_supports(shape, device)
+    return ""
 
 
 class CascadeCall:
