@@ -114,7 +114,7 @@ def measure(arms: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception
     live = _generate(first, prompt_ids, _target(first, prompt_ids))
     vocab_size = common.decoder(first["target"], first["weight_dtype"], common.device()).shape.vocab_size
     recorded = RecordedTarget([*live.prompt_ids, *live.output_ids], vocab_size)
-    replays = [_speculate(arm, prompt_ids, recorded, len(live.output_ids)) for arm in arms[1:]]
+    replays = [_generate(arm, prompt_ids, recorded) for arm in arms[1:]]
     return [[_row(arm, digest, generation)] for arm, generation in zip(arms, [live, *replays], strict=True)]
 
 
@@ -163,14 +163,7 @@ def _kept_targets(target: str, dtype: str, backend: str, workload: str) -> dict[
     return {}
 
 
-def _generate(point: dict[str, Any], prompt_ids: list[int], target: ModelTarget) -> Generation:
-    limit = target.cache.max_context_len
-    if len(prompt_ids) + point["max_new_tokens"] + _SLACK > limit:
-        raise InputError(f"{len(prompt_ids)} prompt tokens + {point['max_new_tokens']} new do not fit in {limit}")
-    return _speculate(point, prompt_ids, target, point["max_new_tokens"])
-
-
-def _speculate(point: dict[str, Any], prompt_ids: list[int], target: Target, max_new_tokens: int) -> Generation:
+def _generate(point: dict[str, Any], prompt_ids: list[int], target: Target) -> Generation:
     from labkit.speculation import speculate
 
     (generation,) = speculate(
@@ -178,7 +171,7 @@ def _speculate(point: dict[str, Any], prompt_ids: list[int], target: Target, max
         make_drafter(point["drafter"]),
         [prompt_ids],
         num_speculative_tokens=point["num_speculative_tokens"],
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=point["max_new_tokens"],
         accept=_rule(point),
         stop_token_ids=common.tokenizer(point["target"]).stop_token_ids,
     )

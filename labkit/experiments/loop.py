@@ -233,13 +233,15 @@ def _rows(arm: _Arm, target: ModelTarget, prompts: list[list[int]], round_index:
     target.verify_backend = point.get("verify_backend") or target.verify_backend
     target.decode_backend = point.get("decode_backend") or target.decode_backend
     warm_up = 0 if real else _WARM_UP_STEPS[common.device()]
+    num_steps, k = warm_up + point["steps_per_round"], point["num_speculative_tokens"] if arm.drafter else 0
     started = _TimedStart(arm.drafter) if arm.drafter else None
     generations = speculate(
         target,
         started,
         prompts,
-        num_speculative_tokens=point["num_speculative_tokens"] if arm.drafter else 0,
-        max_new_tokens=point["max_new_tokens"] if real else 1 + warm_up + point["steps_per_round"],
+        num_speculative_tokens=k,
+        max_new_tokens=point["max_new_tokens"] if real else 1 + num_steps + k,  # no draft of a cost run is cut short
+        max_steps=None if real else num_steps,
         accept=accept_forced if isinstance(arm.drafter, ForcedDrafter) else accept_greedy,
         clock=_clock(),
         stop_token_ids=common.tokenizer(point["target"]).stop_token_ids if real else (),
