@@ -247,11 +247,18 @@ def test_interrupt_leaves_a_whole_run(go, capsys, tmp_path):
     assert go(points, sweep_points.measure_interrupted_once).num_measured == 2
 
 
-def test_the_first_refusal_stops_the_sweep(go):
-    with pytest.raises(InputError, match=r"^model: no such folder$"):
-        go(contexts(0, fault="bad_input"), sweep_points.measure_fault)
-    result = go([*contexts(0, fault="ok"), *contexts(1, fault="bad_input")], sweep_points.measure_fault)
+@pytest.mark.parametrize("faults", [("bad_input", "ok"), ("ok", "bad_input")])
+def test_a_refused_point_is_a_row_in_any_order(go, faults):
+    points = [point for index, fault in enumerate(faults) for point in contexts(index, fault=fault)]
+    result = go(points, sweep_points.measure_fault)
     assert result.counts == {"error": 1, "ok": 1}
+    assert "model: no such folder" in load_runs("loop", result.path)["reason"].tolist()
+
+
+def test_local_values_reach_the_measure_and_no_file(go, tmp_path):
+    result = go(contexts(0), sweep_points.measure_local, local={"model_dir": "/secret/place"})
+    assert result.counts == {"ok": 1}
+    assert all(b"secret" not in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
 
 
 @pytest.mark.parametrize(

@@ -208,6 +208,8 @@ def load_backend_file(path: str | Path) -> list[str]:
     except Exception as error:
         raise InputError(f"backend file {file.name} failed: {type(error).__name__}: {error}") from error
     if hasattr(module, "NAME"):
+        if not isinstance(module.NAME, str):
+            raise InputError(f"backend file {file.name}: NAME must be a text, got {module.NAME!r}")
         backend = _from_module(module)
         register_backend(backend.name, backend.prepare, supports=backend.supports, source="\n".join(backend.source))
     added = [name for name, entry in _BACKENDS.items() if before.get(name) != entry]
@@ -219,10 +221,11 @@ def load_backend_file(path: str | Path) -> list[str]:
 def _unusable(backend: Backend) -> str:
     """Why a backend does no shape at all on this machine, or ""."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    reasons = [
-        backend.supports(AttentionShape(1, 1, 16, 1, 1, 128, q_dtype=dtype), device)
-        for dtype in ("bfloat16", "float16", "float32")
-    ]
+    shapes = [AttentionShape(1, 1, 16, 1, 1, 128, q_dtype=dtype) for dtype in ("bfloat16", "float16", "float32")]
+    try:
+        reasons = [backend.supports(shape, device) for shape in shapes]
+    except Exception as error:  # a user's code: this backend is unusable, the others are not
+        return f"its supports raised {type(error).__name__}: {error}"
     return reasons[0] if all(reasons) else ""
 
 
