@@ -58,6 +58,7 @@ BAD_INPUT = [
     (["check", "no/such/folder"], "no/such/folder"),
     (["breakeven", "--cost", "no/such/folder", "--acceptance-length", "2"], "no/such/folder"),
     (["breakeven", "--cost", "x", "--acceptance-length", "two"], "X,low,high"),
+    (["breakeven", "--cost", "x", "--acceptance-length="], "wanted X or X,low,high"),
     (["breakeven", "--cost", "x"], "--acceptance"),
     (["batch", "--preset", "nosuch"], "nosuch"),
     (["nosuch"], "nosuch"),
@@ -138,6 +139,14 @@ def test_a_run_that_measured_nothing_says_so(capsys, tmp_path):
     result = RunResult("r", tmp_path / "r.parquet", {}, num_measured=0, num_left=2)
     assert _show_result(Namespace(json=False), result) == 1
     assert capsys.readouterr().out.strip().endswith("r.parquet: nothing measured, 2 left to resume")
+
+
+@pytest.mark.parametrize("command", [["batch", "00"], ["demo"]])
+def test_an_output_folder_that_is_a_file_is_one_line(capsys, tmp_path, command):
+    (tmp_path / "file").write_text("")
+    code, _, err = outcome(capsys, [*command, "--out", str(tmp_path / "file")])
+    assert code == 2
+    assert "out_dir: wanted a folder" in err
 
 
 def test_sizes_and_ranges():

@@ -380,3 +380,25 @@ def test_sweep_needs_no_torch():
 def test_parquet_names_its_schema(go):
     metadata = pq.read_schema(go(contexts(0)).path).metadata
     assert json.loads(metadata[b"labkit"])["schema_version"] == 1
+
+
+def test_a_folder_in_the_place_of_the_rows_is_named(go, tmp_path):
+    path = go(contexts(0)).path
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(InputError, match=r"parquet"):
+        go(contexts(0))
+
+
+@pytest.mark.parametrize("line", ["{", '{"kind": "point"}', '{"kind": "other"}'])
+def test_a_corrupt_journal_is_found_and_the_way_out_is_said(go, tmp_path, line):
+    path = go(contexts(0)).path
+    assert check_run(tmp_path) == []
+    with path.with_suffix(".jsonl").open("a") as file:
+        file.write(line + "\n")
+    for place in (tmp_path, path):
+        (finding,) = check_run(place)
+        assert finding.field == "journal"
+    with pytest.raises(InputError, match="--no-resume"):
+        go(contexts(0))
+    assert go(contexts(0), resume=False).counts == {"ok": 1}

@@ -88,20 +88,23 @@ def _show_plan(arguments: argparse.Namespace, points: list[dict[str, Any]], modu
 def _show_result(arguments: argparse.Namespace, result: RunResult) -> int:
     counts = ", ".join(f"{count} {status}" for status, count in sorted(result.counts.items())) or "nothing measured"
     left = f", {result.num_left} left to resume" if result.num_left else ""
-    reasons = _reasons(result) if set(result.counts) - {"ok"} else {}
+    reasons, doubtful = _remarks(result) if result.counts else ({}, {})
     content = {"run_id": result.run_id, "path": str(result.path), "counts": result.counts, "num_left": result.num_left}
     lines = [f"{result.path}: {counts}{left}", *(f"  {count} x {reason}" for reason, count in reasons.items())]
-    _print(arguments, content | {"reasons": reasons}, "\n".join(lines))
+    lines += [f"  {count} ok points with samples of quality {name!r}" for name, count in doubtful.items()]
+    _print(arguments, content | {"reasons": reasons, "doubtful": doubtful}, "\n".join(lines))
     return 0 if result.complete and "ok" in result.counts and set(result.counts) <= {"ok", "unsupported", "oom"} else 1
 
 
-def _reasons(result: RunResult) -> dict[str, int]:
-    """Why points have no samples, and how many each."""
+def _remarks(result: RunResult) -> tuple[dict[str, int], dict[str, int]]:
+    """Why points have no samples, and qualities other than ok, with how many points each."""
     from labkit.results import load_runs
 
     rows = load_runs(result.path.parent.parent.name, result.path)
     failed = rows[rows["status"] != "ok"]
-    return dict(Counter(failed["status"] + ": " + failed["reason"].astype(str)))
+    doubtful = rows[rows["quality"].notna() & (rows["quality"] != "ok")]
+    points = doubtful[["quality", "point_key"]].drop_duplicates()["quality"]
+    return dict(Counter(failed["status"] + ": " + failed["reason"].astype(str))), dict(Counter(points))
 
 
 def _print(arguments: argparse.Namespace, content: dict[str, Any], text: str) -> None:
