@@ -33,7 +33,7 @@ class AcceptanceCounts:
 
     accepted_by_draft_length : counts [k+1][k+1]: row = drafts proposed in the step (0..k), column = drafts kept before
         the first rejection, bonus not counted. It sums to `num_verify_steps`, steps without a draft included.
-    num_truncated_steps : last steps cut by a stop token or the length limit; in no histogram and no ratio.
+    num_truncated_steps : steps cut by a stop token, or with room for fewer than k drafts; in no histogram and no ratio.
 
     Raises ValueError, naming the cell: not square, k below 1, a negative or fractional count, or a step that keeps more
     than it drafted.
