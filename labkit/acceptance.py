@@ -33,7 +33,7 @@ class AcceptanceCounts:
 
     accepted_by_draft_length : counts [k+1][k+1]: row = drafts proposed in the step (0..k), column = drafts kept before
         the first rejection, bonus not counted. It sums to `num_verify_steps`, steps without a draft included.
-    num_truncated_steps : last steps cut by a stop token or the length limit; in no histogram and no ratio.
+    num_truncated_steps : steps cut by a stop token, or with room for fewer than k drafts; in no histogram and no ratio.
 
     Raises ValueError, naming the cell: not square, k below 1, a negative or fractional count, or a step that keeps more
     than it drafted.
@@ -232,30 +232,34 @@ def acceptance_table(
     records = []
     for key, group in rows.groupby(names, dropna=False, sort=True) if names else [((), rows)]:
         single_value(group, "origin", f"acceptance rows of {key}")
-        summary = _summary(group, confidence, resamples, generator(seed, *key))
+        summary = _summary(group, confidence, resamples, seed)
         records.append(dict(zip(names, key, strict=True)) | summary)
     return pd.DataFrame(records)
 
 
 def length_draws(
-    histograms: np.ndarray, resamples: int, rng: np.random.Generator
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Resample prompts: accepted, drafted [resamples] and steps by draft length [resamples, k+1]."""
+    histograms: np.ndarray, resamples: int, seed: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Resample prompts: accepted, drafted [resamples], steps by draft length [resamples, k+1], spread [resamples].
+
+    The counts and the seed alone set the draws: whoever asks about the same prompts gets the same interval.
+    """
+    rng = generator(seed, "prompts", histograms.tolist())
     weights = resampled_weights(len(histograms), resamples, rng)
     lengths = np.arange(histograms.shape[1])
     by_draft_length = histograms.sum(axis=2)
     accepted = weights @ (histograms.sum(axis=1) @ lengths)
-    return accepted, weights @ (by_draft_length @ lengths), weights @ by_draft_length
+    spread = student_spread(len(histograms), resamples, rng)
+    return accepted, weights @ (by_draft_length @ lengths), weights @ by_draft_length, spread
 
 
-def _summary(group: pd.DataFrame, confidence: float, resamples: int, rng: np.random.Generator) -> dict[str, Any]:
+def _summary(group: pd.DataFrame, confidence: float, resamples: int, seed: int) -> dict[str, Any]:
     counts = counts_from_frame(group)
     histograms = prompt_histograms(group)
     k, num_prompts = counts.num_speculative_tokens, len(histograms)
     low = high = rate_low = rate_high = of_prompts = float("nan")
     if num_prompts:
-        accepted, drafted, steps = length_draws(histograms, resamples, rng)
-        spread = student_spread(num_prompts, resamples, rng)
+        accepted, drafted, steps, spread = length_draws(histograms, resamples, seed)
         length, rate = counts.mean_acceptance_length, counts.draft_acceptance_rate
         log_ratio = np.log((1 + accepted / steps.sum(axis=1)) / length)
         low, high = np.clip(length * np.exp(percentile_interval(spread * log_ratio, confidence)), 1, k + 1)

@@ -56,7 +56,10 @@ def run_batch(
     """
     sources = _notebook_files(notebooks)
     folder = Path(out_dir or paths.BUILD / "batch").resolve()
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"out_dir: wanted a folder to write to, got {out_dir}: {error.strerror}") from error
     values = {"out_dir": str(folder / "runs"), "figures_dir": str(folder / "figures"), **preset_parameters(preset)}
     values.update(parameters or {})
     known = {name for source in sources for name in declared_parameters(source)}
@@ -81,13 +84,17 @@ def run_batch(
 
 @contextmanager
 def _batch_environment() -> Iterator[None]:
-    """Tell kernels started meanwhile that nobody watches: progress in plain lines, no widgets (`labkit.progress`)."""
-    before = os.environ.get("LABKIT_BATCH", "")
+    """Tell kernels started meanwhile that nobody watches: progress in plain lines, no widgets (`labkit.progress`).
+
+    They import this checkout, whichever one is installed in their environment.
+    """
+    before = {name: os.environ.get(name, "") for name in ("LABKIT_BATCH", "PYTHONPATH")}
     os.environ["LABKIT_BATCH"] = "1"
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(paths.ROOT), before["PYTHONPATH"]]))
     try:
         yield
     finally:
-        os.environ["LABKIT_BATCH"] = before
+        os.environ.update(before)
 
 
 def failed(verdicts: Sequence[Verdict]) -> list[str]:

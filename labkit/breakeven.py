@@ -42,7 +42,7 @@ class Breakeven:
         `breakeven_ceiling` is k+1, the longest acceptance length there can be; `reason` says why a cell is undecided
         and what else to know about it.
     crossovers : one dict per curve: ``CURVE_COLUMNS`` and ``crossovers``, a list of {context_len, low, high,
-        direction}.
+        direction, decided}.
     baseline, confidence, resamples, seed : what was asked for.
     """
 
@@ -157,8 +157,7 @@ def _sources(
 
 def _length(source: Source | None, k: int, settings: _Settings) -> Length:
     if source is not None and source.histograms is not None and len(source.histograms):
-        rng = generator(settings.seed, "prompts", *source.key)
-        return measured_length(source.histograms, settings.resamples, rng)
+        return measured_length(source.histograms, settings.resamples, settings.seed)
     bounds = source.imposed if source is not None and source.imposed else (np.nan, np.nan, np.nan)
     rng = generator(settings.seed, "imposed")
     return imposed_length(*bounds, k, confidence=settings.confidence, resamples=settings.resamples, rng=rng)
@@ -262,7 +261,9 @@ def _curves(cells: pd.DataFrame, draws: list[np.ndarray], confidence: float) -> 
             log_speedup[columns] = np.log(curve["speedup"])
             log_draws = np.full((len(draws[0]), len(context_lens)), np.nan)
             log_draws[:, columns] = np.stack([draws[index] for index in curve.index], axis=1)
-            found = crossovers(context_lens.astype(float), log_speedup, log_draws, confidence)
+            undecided = np.ones(len(context_lens), bool)
+            undecided[columns] = curve["verdict"] == "undecided"
+            found = crossovers(context_lens.astype(float), log_speedup, log_draws, confidence, undecided)
             names = _plain(curve.iloc[0][list(CURVE_COLUMNS)].to_dict())
             curves.append(names | {"crossovers": found})
     return curves
@@ -275,9 +276,10 @@ def _plain(record: Mapping[Any, Any]) -> dict[str, Any]:
 def verdict_table(cells: pd.DataFrame) -> pd.DataFrame:
     """A short form of `Breakeven.cells` to print: what varies, break-even and measured length, speed-up, verdict.
 
-    Columns that hold one value throughout are left out, but for context, k, verify backend and workload.
+    Columns that hold one value throughout are left out, but for context, k, verify backend and a known workload.
     """
-    always = ("workload", "context_len", "num_speculative_tokens", "verify_backend")
+    always = ["context_len", "num_speculative_tokens", "verify_backend"]
+    always += ["workload"] if distinct(cells, "workload") else []
     names = [name for name in (*CELL_COLUMNS[:13], "origin") if name in always or len(distinct(cells, name)) > 1]
     short = cells[[name for name in names if name != "origin"]].copy()
     for title, name in (

@@ -220,11 +220,21 @@ def _check_file(path: Path) -> Iterator[Finding]:
 
 
 def check_run(path: str | Path) -> list[Finding]:
-    """Everything wrong with a stored run, or with all runs below a folder; empty when all is well.
+    """Everything wrong with a stored run, or with all runs and journals below a folder; empty when all is well.
 
     Raises InputError: no such path, or nothing to check there. Broken runs do not raise, they are found.
     """
+    from labkit.journal import check_journal
+
     files = run_files(Path(path))
-    if not files:
+    journals = [file.with_suffix(".jsonl") for file in files] if Path(path).is_file() else Path(path).rglob("*.jsonl")
+    journals = sorted(journal for journal in journals if RUN_ID.fullmatch(journal.stem) and journal.is_file())
+    if not files and not journals:
         raise InputError(f"{path}: no runs to check; wanted <run_id>.parquet files")
-    return [finding for file in files for finding in _check_file(file)]
+    findings = [finding for file in files for finding in _check_file(file)]
+    for journal in journals:
+        try:
+            check_journal(journal)
+        except InputError as error:
+            findings.append(Finding(str(journal), None, "journal", str(error)))
+    return findings

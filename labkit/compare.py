@@ -24,6 +24,7 @@ ABSENT = "(absent)"
 INCIDENTAL = (
     *("run_id", "command", "time", "started", "ended", "sessions", "counts", "complete", "num_points", "num_rows"),
     *("num_rounds", "journal_bytes", "sha256", "plan_digest", "environment_digest", "sm_clock_mhz", "temperature_c"),
+    "group",
 )
 _OF_BACKEND = ("backend_digest", "resolved_kernel")
 # Fields that come with an asked-for one. The driver is not among them: it can be the same on another GPU.
@@ -201,6 +202,8 @@ class _Sorter:
             return "incidental", "differs between any two runs or follows from other fields"
         if last in ("commit", "dirty") and self.same_code:
             return "incidental", "the measuring code is the same"
+        if last == "quality" and {*a, *b} <= {"ok", "unstable"}:
+            return "incidental", "spread of the samples, which the interval holds"
         if _covers("calibration", field):
             if not any(_covers(rate, field) for rate in CALIBRATED_RATES):
                 return "incidental", "measured anew, no rate"

@@ -15,8 +15,12 @@ def _crossings(position: np.ndarray, log_speedup: np.ndarray, falling: bool) -> 
 
 
 def crossovers(
-    context_lens: np.ndarray, log_speedup: np.ndarray, draws: np.ndarray, confidence: float
-) -> list[dict[str, float | str | None]]:
+    context_lens: np.ndarray,
+    log_speedup: np.ndarray,
+    draws: np.ndarray,
+    confidence: float,
+    undecided: np.ndarray | None = None,
+) -> list[dict[str, float | str | bool | None]]:
     """Crossings of one curve, left to right; none, one or several.
 
     The speed-up is interpolated as its log in log2(context_len), between measured neighbours only: a NaN breaks the
@@ -25,14 +29,16 @@ def crossovers(
 
     context_lens, log_speedup : float64 [num_contexts], contexts ascending.
     draws : resampled log speed-ups [resamples, num_contexts].
+    undecided : whether the verdict of each cell is undecided [num_contexts].
 
     Returns a list of dict: context_len, low, high (tokens; None = not bounded within the measured contexts, or no
-    interval for a neighbour) and direction, "pays below" or "pays above".
+    interval for a neighbour), direction, "pays below" or "pays above", and decided: False where the verdicts on both
+    sides are undecided, so that the direction is no claim.
     """
     position = np.log2(np.maximum(context_lens, 1))
     resampled = np.isfinite(draws).any(axis=0)
     draws = draws[np.isfinite(draws[:, resampled]).all(axis=1)]
-    found: list[tuple[float, dict[str, float | str | None]]] = []
+    found: list[tuple[float, dict[str, float | str | bool | None]]] = []
     for falling in (True, False):
         estimates = _crossings(position, log_speedup, falling)
         in_draws = _crossings(position, draws, falling)
@@ -44,11 +50,12 @@ def crossovers(
             nearest = np.where(np.isnan(nearest), beyond, nearest)
             if not resampled[index : index + 2].all():
                 nearest = np.array([])
-            crossing: dict[str, float | str | None] = {
+            crossing: dict[str, float | str | bool | None] = {
                 "context_len": float(2 ** estimates[index]),
                 "low": _bound(nearest, (1 - confidence) / 2, "lower"),
                 "high": _bound(nearest, (1 + confidence) / 2, "higher"),
                 "direction": "pays below" if falling else "pays above",
+                "decided": undecided is None or not bool(undecided[index : index + 2].all()),
             }
             found.append((estimates[index], crossing))
     return [crossing for _, crossing in sorted(found, key=lambda item: item[0])]

@@ -67,6 +67,10 @@ def matching_curves(
 
 
 def crossing_text(crossing: Mapping[str, Any], limits: tuple[float, float]) -> str:
-    """``pays up to 23K [21, 26]``, or ``pays from ...``; a bound outside the measured contexts prints as ``>128``."""
-    word = "up to" if crossing["direction"] == "pays below" else "from"
-    return f"pays {word} {format_tokens_range(crossing['context_len'], crossing['low'], crossing['high'], limits)}"
+    """``pays up to 23K [21, 26]``, ``pays from ...`` or, between undecided cells, ``undecided around ...``.
+
+    A bound outside the measured contexts prints as ``>128``.
+    """
+    claim = "pays up to" if crossing["direction"] == "pays below" else "pays from"
+    place = format_tokens_range(crossing["context_len"], crossing["low"], crossing["high"], limits)
+    return f"{claim if crossing['decided'] else 'undecided around'} {place}"

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
@@ -19,7 +19,7 @@ from labkit.worker import measure_group, measure_point, resolve
 START_TIMEOUT_S = 600.0  # importing torch on a cold network disk
 
 Point = dict[str, Any]
-Outcome = dict[str, Any]  # status, samples, fields, reason, detail, bad_input: see `labkit.worker.measure_point`
+Outcome = dict[str, Any]  # status, samples, fields, reason, detail: see `labkit.worker.measure_point`
 Batch = list[tuple[str, Point]]  # keys and points measured in one call: one point, or a whole group
 
 
@@ -174,13 +174,16 @@ class WorkerProcess:
 
 
 def outcomes(
-    runner: InProcess | WorkerProcess, batches: Iterable[Batch], timeout_s: float
+    runner: InProcess | WorkerProcess, batches: Iterable[Batch], timeout_s: float, local: Mapping[str, Any]
 ) -> Iterator[tuple[str, Outcome]]:
-    """The key of each point and what came of it, batch by batch; the seconds of a group are shared out evenly."""
+    """The key of each point and what came of it, batch by batch; the seconds of a group are shared out evenly.
+
+    local : what the measuring function gets beside each point.
+    """
     for batch in batches:
         runner.prepare()
         started, begin = utc_now(), time.monotonic()
-        found = runner.measure([point for _, point in batch], timeout_s)
+        found = runner.measure([{**point, **local} for _, point in batch], timeout_s)
         seconds = round((time.monotonic() - begin) / len(batch), 6)
         for (key, _), outcome in zip(batch, found, strict=True):
             yield key, {**outcome, "started": started, "seconds": seconds}

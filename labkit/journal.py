@@ -25,6 +25,8 @@ from labkit.schema import FINAL_STATUSES, SCHEMA_VERSION, columns
 # Columns that a sweep fills in; neither a point nor what was measured may name them.
 RESERVED = ("run_id", "experiment", "status", "reason", "gpu", "point_key")
 _POINTS_PER_ROW_GROUP = 5000
+# What a line of each kind must have to be read.
+_FIELDS = {"header": ("run_id",), "session": ("started",), "point": ("point_key", "point", "status", "seconds")}
 
 
 @dataclass(frozen=True)
@@ -46,12 +48,13 @@ def _line(record: dict[str, Any]) -> bytes:
 def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
         record = json.loads(line)
-        if record["kind"] in ("header", "session", "point"):
+        if record["kind"] in _FIELDS and all(name in record for name in _FIELDS[record["kind"]]):
             return record
-        problem = f"kind {record['kind']!r}"
+        problem = f"kind {record['kind']!r} with {', '.join(record)}"
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         problem = f"{type(error).__name__}: {error}"
-    raise InputError(f"{path}, line {number}: wanted a JSON line of a journal, got {problem}")
+    wanted = "wanted a JSON line of a journal (--no-resume starts a new run)"
+    raise InputError(f"{path}, line {number}: {wanted}, got {problem}")
 
 
 def read_header(path: Path) -> dict[str, Any] | None:
@@ -59,6 +62,14 @@ def read_header(path: Path) -> dict[str, Any] | None:
     with open(path, "rb") as file:
         line = file.readline()
     return _parse(path, 1, line) if line.endswith(b"\n") else None
+
+
+def check_journal(path: Path) -> None:
+    """Raise InputError for a line that a sweep could not read; a torn last line is none."""
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.endswith(b"\n"):
+                _parse(path, number, line)
 
 
 class Journal:

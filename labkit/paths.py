@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+from labkit.errors import InputError
+
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "data"
 REFERENCE = DATA / "reference"
@@ -23,9 +25,12 @@ def write_whole(path: Path, content: bytes) -> Path:
 def cache_dir() -> Path:
     """Folder for files that can be made again (dequantised weights), created when missing.
 
-    ``LABKIT_CACHE`` wins over ``XDG_CACHE_HOME``, which wins over ``~/.cache``.
+    ``LABKIT_CACHE`` wins over ``XDG_CACHE_HOME``, which wins over ``~/.cache``. Raises InputError: it cannot be made.
     """
     base = os.environ.get("LABKIT_CACHE")
     folder = Path(base) if base else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "labkit"
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cache {folder} (LABKIT_CACHE): wanted a folder to write to, got {error.strerror}") from error
     return folder

@@ -105,6 +105,11 @@ def redact(text: str) -> str:
     return text
 
 
+def without_folders(text: str) -> str:
+    """``text`` with absolute paths cut to their last part: ``--out /data/x/runs`` -> ``--out runs``."""
+    return re.sub(r"(?<![\w.~:/-])/(?=[\w.~])(?:[^\s,=:;'\"/]+/)*", "", text)
+
+
 def _output_of(*command: str) -> str | None:
     """Standard output of a command, or None when it is missing or fails."""
     try:
@@ -171,8 +176,8 @@ def _commit() -> dict[str, Any]:
 
 
 def command_line() -> str:
-    """This process's command, redacted, the program without its folder."""
-    return redact(" ".join([Path(sys.argv[0]).name, *sys.argv[1:]]))
+    """This process's command, redacted, paths without their folders."""
+    return without_folders(redact(" ".join([Path(sys.argv[0]).name, *sys.argv[1:]])))
 
 
 def collect(device: str = "cpu") -> dict[str, Any]:

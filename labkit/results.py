@@ -107,9 +107,12 @@ def _replace(path: Path, content: bytes | Callable[[IO[bytes]], None]) -> None:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    """SHA-256 of a file. Raises InputError: it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise InputError(f"{path}: wanted a file to read: {error.strerror}") from error
 
 
 def write_run(path: Path, tables: Iterable[pa.Table], sidecar: dict[str, Any]) -> Path:

@@ -76,7 +76,7 @@ _Q_LEN = _count("q_len", "tokens", "query tokens per request in one call; k+1 wh
 _CONTEXT_LEN = _real(
     "context_len", "tokens", "tokens in the cache before the step (the join key); mean over the requests"
 )
-_TARGET = _text("target", "the model that verifies")
+_TARGET = _text("target", "the model that verifies; a local folder as its name and a digest, `name@1a2b3c4d`")
 _DRAFTER = _text("drafter", "who proposes the draft tokens; null without one", nullable=True)
 _K = _count("num_speculative_tokens", "tokens", "drafts asked for per verify step, the root not counted (k)", True)
 _LINEAR_BACKEND = _text("linear_backend", "what runs the linear layers", nullable=True)
@@ -177,7 +177,7 @@ _ACCEPTANCE = (
     _count(
         "num_truncated_steps",
         "steps",
-        "last steps cut by a stop token or the length; not in num_verify_steps",
+        "steps cut by a stop token, or with room for fewer than k drafts (length limit); not in num_verify_steps",
     ),
     _count("num_drafted_steps", "steps", "verify steps with at least one draft token"),
     _DRAFTED,

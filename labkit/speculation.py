@@ -6,7 +6,7 @@ Times come from an injected clock and randomness from an injected generator; the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -24,7 +24,7 @@ class Step:
     context_len: int  # tokens in the cache before the pass
     num_drafted_tokens: int
     num_accepted_tokens: int  # kept before the first rejection, bonus not counted
-    truncated: bool  # a stop token or the length limit cut tokens off
+    truncated: bool  # a stop token cut tokens off, or the room left allowed fewer than k drafts
     times: dict[str, float | None]
 
 
@@ -49,7 +49,7 @@ class Generation:
 
     prompt_ids: list[int]
     output_ids: list[int]
-    finish_reason: str  # "stop" or "length"
+    finish_reason: str  # "stop", "length" or, ended by max_steps, "steps"
     steps: list[Step]
 
 
@@ -88,6 +88,10 @@ class Drafter(Protocol):
 class Target(Protocol):
     """Scores drafts. The cache is its own affair: it rolls back to ``len(request.token_ids) - 1`` before each pass."""
 
+    @property
+    def max_context_len(self) -> int | None:
+        """Tokens that the cache holds per request; None: any number."""
+
     def start(self, requests: Sequence[Request]) -> Tensor:
         """Prefill; logits of each prompt's last token [batch_size, vocab_size]."""
 
@@ -113,16 +117,20 @@ def speculate(
     accept: AcceptRule | None = None,
     clock: Clock | None = None,
     stop_token_ids: Sequence[int] = (),
+    max_steps: int | None = None,
 ) -> list[Generation]:
     """Generate from a batch of prompts; each request advances by its own acceptance, finished ones leave the batch.
 
     drafter : None (with ``num_speculative_tokens=0``) is plain decoding through ``target.decode``.
     num_speculative_tokens : k, drafts per step at most. Verify has q_len = longest draft of the batch + 1.
-    max_new_tokens : output tokens per request, the one from the prefill counted.
+    max_new_tokens : output tokens per request, the one from the prefill counted. Drafts end where the output must, and
+        where the fullest row of the target's cache does; such a step counts as truncated.
     accept : rule for drafts and for the tokens the target adds; ``accept_greedy`` by default.
     clock : of `labkit.timing`; each step's times are stored with it. The prefill is not timed.
+    max_steps : target passes after which the run ends, whatever is still open; None: no limit.
 
-    Raises ValueError: k < 0, max_new_tokens < 1, no or an empty prompt, or k and drafter that contradict each other.
+    Raises ValueError: k < 0, max_new_tokens < 1, no or an empty prompt, k and drafter that contradict each other, or a
+    drafter that proposes more than k tokens.
     """
     _check(drafter, prompts, num_speculative_tokens, max_new_tokens)
     accept = accept or accept_greedy
@@ -138,9 +146,10 @@ def speculate(
         drafter.start(requests)
 
     step_index = 0
-    while active := [request for request in requests if not request.finish_reason]:
+    while step_index != max_steps and (active := [request for request in requests if not request.finish_reason]):
         clock.start_step()
-        draft = drafter.propose(active, num_speculative_tokens) if drafter else _no_draft(len(active))
+        limits = _limits(target, active, num_speculative_tokens, max_new_tokens)
+        draft = _propose(drafter, active, num_speculative_tokens, limits)
         clock.lap("draft")
         logits = target.verify(active, draft) if drafter else target.decode(active)
         clock.lap("verify")
@@ -150,6 +159,7 @@ def speculate(
         for row, request in enumerate(active):
             context_len, kept = len(request.token_ids) - 1, accepted[row]
             cut = _extend(request, [*drafted[row][:kept], added[row]], stops, max_new_tokens)
+            cut |= limits[row] < num_speculative_tokens
             records.append(Step(step_index, len(active), context_len, draft.lengths[row], kept, cut, {}))
         clock.lap("accept")
         times = clock.end_step()
@@ -158,8 +168,9 @@ def speculate(
             request.steps.append(record)
         step_index += 1
     return [
-        Generation(r.token_ids[: r.num_prompt_tokens], r.token_ids[r.num_prompt_tokens :], r.finish_reason, r.steps)
-        for r in requests
+        Generation(ids[:start], ids[start:], request.finish_reason or "steps", request.steps)
+        for request in requests
+        for ids, start in [(request.token_ids, request.num_prompt_tokens)]
     ]
 
 
@@ -251,16 +262,41 @@ def _extend(request: Request, tokens: list[int], stops: frozenset[int], max_new_
     return len(kept) < len(tokens)
 
 
+def _limits(target: Target, requests: Sequence[Request], k: int, max_new_tokens: int) -> list[int]:
+    """Drafts that each request has room for. A pass is as wide as its longest draft, so the fullest row limits all."""
+    if target.max_context_len is not None:
+        k = min(k, max(0, target.max_context_len - max(len(request.token_ids) for request in requests)))
+    return [min(k, max_new_tokens - request.num_output_tokens - 1) for request in requests]
+
+
+def _propose(drafter: Drafter | None, requests: Sequence[Request], k: int, limits: list[int]) -> Draft:
+    """What the drafter proposes, each row cut to its limit."""
+    if drafter is None or max(limits) == 0:
+        return _no_draft(len(requests))
+    draft = drafter.propose(requests, max(limits))
+    if draft.token_ids.shape[1] > k:
+        raise ValueError(f"drafter {drafter.name}: wanted at most {k} tokens, got {draft.token_ids.shape[1]}")
+    lengths = [min(pair) for pair in zip(draft.lengths, limits, strict=True)]
+    width, forced = max(lengths), draft.forced_accepted
+    return replace(
+        draft,
+        token_ids=draft.token_ids[:, :width],
+        lengths=lengths,
+        probs=None if draft.probs is None else draft.probs[:, :width],
+        forced_accepted=None if forced is None else [min(pair) for pair in zip(forced, lengths, strict=True)],
+    )
+
+
 def _no_draft(batch_size: int) -> Draft:
     return Draft(torch.empty(batch_size, 0, dtype=torch.int64), [0] * batch_size)
 
 
 def _check(drafter: Drafter | None, prompts: Sequence[Sequence[int]], k: int, max_new_tokens: int) -> None:
-    if k < 0:
-        raise ValueError(f"num_speculative_tokens: wanted 0 or more, got {k}")
+    if not isinstance(k, int) or k < 0:
+        raise ValueError(f"num_speculative_tokens: wanted a whole number of 0 or more, got {k}")
     if (drafter is None) != (k == 0):
         raise ValueError(f"num_speculative_tokens={k} and drafter={drafter!r}: a drafter goes with k >= 1, none with 0")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens: wanted 1 or more, got {max_new_tokens}")
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens: wanted a whole number of 1 or more, got {max_new_tokens}")
     if not prompts or any(len(prompt) == 0 for prompt in prompts):
         raise ValueError("prompts: wanted at least one prompt, each with at least one token")

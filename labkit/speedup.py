@@ -32,14 +32,13 @@ class Length:
     num_prompts: int | None
 
 
-def measured_length(histograms: np.ndarray, resamples: int, rng: np.random.Generator) -> Length:
+def measured_length(histograms: np.ndarray, resamples: int, seed: int) -> Length:
     """From per-prompt histograms int64 [num_prompts, k+1, k+1], each with at least one step."""
     total = histograms.sum(axis=0)
-    accepted, _, steps = length_draws(histograms, resamples, rng)
+    accepted, _, steps, spread = length_draws(histograms, resamples, seed)
     num_steps = steps.sum(axis=1)
     length = 1 + float(total.sum(axis=0) @ np.arange(len(total)) / total.sum())
     shares, share_draws = total.sum(axis=1) / total.sum(), steps / num_steps[:, None]
-    spread = student_spread(len(histograms), resamples, rng)
     return Length(length, shares, np.log(1 + accepted / num_steps), share_draws, spread, len(histograms))
 
 

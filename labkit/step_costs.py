@@ -20,7 +20,7 @@ PAIR = ["run_id", "group", "round"]
 # Both arms of a group must agree in these, or its ratio would compare two different things.
 SHARED = ("gpu", "target", "batch_size", "context_len", "weight_dtype", "kv_dtype", "linear_backend")
 # Columns that rarely vary and are looked at cell by cell when they do.
-MIXED = ("linear_backend", "launch_mode", "quality")
+MIXED = ("linear_backend", "launch_mode")
 NEEDED = (*PAIR, "arm", *CELL_KEY[1:7], "decode_backend", "num_drafted_tokens", "step_ms")
 
 
@@ -63,14 +63,14 @@ def step_costs(cost_rows: pd.DataFrame) -> list[StepCosts]:
     cell_ids = cells.ngroup()
     by_length = [cell_ids.rename("cell"), *(speculative[name] for name in (*PAIR, "num_drafted_tokens"))]
     step_ms = speculative["step_ms"].groupby(by_length).median().unstack("num_drafted_tokens")
-    varied = [name for name in MIXED if len(set(rows.get(name, pd.Series(dtype=object)))) > 1]
+    doubted = _doubtful(rows).any() or any(len(set(rows.get(name, pd.Series(dtype=object)))) > 1 for name in MIXED)
     costs = []
     for cell_id, (values, group) in enumerate(cells):
         key = {name: _key_value(value) for name, value in zip(CELL_KEY, values, strict=True)}
         steps = step_ms.loc[[cell_id]].droplevel("cell").reindex(columns=list(range(key["num_speculative_tokens"] + 1)))
         decode = decode_ms.reindex(steps.index).dropna(axis="columns", how="all")
         by_backend = {str(name): decode[name].to_numpy(float) for name in decode}
-        notes = _notes(group, plain, key) if varied else ()
+        notes = _notes(group, plain, key) if doubted else ()
         costs.append(StepCosts(key, steps.to_numpy(float), by_backend, _origin(group, key), notes))
     return costs
 
@@ -120,10 +120,14 @@ def _notes(speculative: pd.DataFrame, plain: pd.DataFrame, key: dict[str, Any]) 
     single_value(both, "linear_backend", where)
     modes = [single_value(arm, "launch_mode", where) for arm in (speculative, plain) if len(arm)]
     notes = [f"launch_mode: speculative {modes[0]}, plain {modes[1]}"] if len(set(modes)) > 1 else []
-    if "quality" in both:
-        doubtful = both["quality"][both["quality"].notna() & (both["quality"] != "ok")]
-        notes += [f"{count} samples with quality {name!r}" for name, count in doubtful.value_counts().items()]
+    counts: dict[Any, int] = both[_doubtful(both)].get("quality", pd.Series(dtype=object)).value_counts().to_dict()
+    notes += [f"{count} of {len(both)} samples with quality {name!r}" for name, count in counts.items()]
     return tuple(notes)
+
+
+def _doubtful(rows: pd.DataFrame) -> pd.Series:
+    quality = rows["quality"] if "quality" in rows else pd.Series(None, index=rows.index, dtype=object)
+    return quality.notna() & (quality != "ok")
 
 
 def _name(key: dict[str, Any]) -> str:

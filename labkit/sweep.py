@@ -190,7 +190,6 @@ def _batches(journal: Journal, keyed: dict[str, Point]) -> list[Batch]:
 def _record(header: dict[str, Any], key: str, point: Point, outcome: Outcome) -> dict[str, Any]:
     """The journal line of one attempt. Measured values that break the data contract make it an error."""
     record = {"kind": "point", "point_key": key, "point": point, **outcome}
-    record.pop("bad_input", None)
     if outcome["status"] != "ok":
         return record
     try:
@@ -224,6 +223,7 @@ def _measure_all(
     *,
     budget: _Budget,
     timeout_s: float,
+    local: dict[str, Any],
     progress: bool,
 ) -> int:
     """Measure and store what is not final yet; the number of points measured."""
@@ -231,10 +231,7 @@ def _measure_all(
     num_done, num_measured = len(keyed) - sum(map(len, todo)), 0
     label = journal.header["experiment"]
     with closing(counter(len(keyed), label, initial=num_done)) if progress else nullcontext() as bar:
-        for key, outcome in outcomes(runner, budget.limit(todo), timeout_s):
-            if outcome.get("bad_input") and num_measured == 0:
-                # The first refusal is about what the user asked for; later ones are rows.
-                raise InputError(outcome["reason"].removeprefix("InputError: "))
+        for key, outcome in outcomes(runner, budget.limit(todo), timeout_s, local):
             journal.append(_record(journal.header, key, keyed[key], outcome))
             budget.add(keyed[key], outcome["seconds"])
             num_measured += 1
@@ -268,6 +265,7 @@ def run_sweep(
     measure: str | Callable[[Point], Any],
     *,
     experiment: str,
+    local: dict[str, Any] | None = None,
     out_dir: str | Path = RUNS,
     device: str = "cpu",
     seed: int = 0,
@@ -291,6 +289,7 @@ def run_sweep(
         with values that hold for all of them. What it raises becomes the status (`labkit.worker.status_of`). Adjacent
         points with one ``group`` are interleaved: ``measure`` gets them as a list and returns a list, for each point
         its samples or the exception that stopped it alone.
+    local : what ``measure`` gets with every point and no file holds: where things lie on this machine.
     device : ``cpu``, ``cuda`` or ``cuda:N``. Names the folder, unless ``provenance`` is given.
     seed : put into every point that has none.
     resume : go on with the latest run of the same points, seed, measuring function and environment. Points that are ok,
@@ -303,12 +302,12 @@ def run_sweep(
     backend_digest : what identifies the measured code in the key of a point (`labkit.attention.api.backend_digest`).
     code_digest : digest of the other measuring code (`labkit.provenance.code_digest`); part of the environment.
     provenance : of `labkit.provenance.collect`; by default collected for ``device``.
-    calibrate : run `labkit.calibrate.calibrate` first and store its result in the sidecar.
+    calibrate : run `labkit.calibrate.calibrate` first and store its result in the sidecar; ``measure`` gets its
+        ``noise_floor_us``.
     worker : False: measure in this process, for tests and debugging.
 
     Raises InputError: bad arguments, a folder that cannot be written or is being written by another sweep, a measuring
-    function that cannot be imported or refuses the very first point. An interrupt is passed on after the run has been
-    closed; it can be resumed.
+    function that cannot be imported. An interrupt is passed on after the run has been closed; it can be resumed.
     """
     columns(experiment)
     if timeout_s <= 0:
@@ -332,9 +331,13 @@ def run_sweep(
         if _announce(journal, keyed):
             try:
                 with closing(WorkerProcess(name) if worker else InProcess(measure)) as runner:
-                    journal.append(_session(runner, device if calibrate else None))
+                    session = _session(runner, device if calibrate else None)
+                    journal.append(session)
+                    given = dict(local or {})
+                    if noise_floor_us := session.get("calibration", {}).get("noise_floor_us"):
+                        given["noise_floor_us"] = noise_floor_us
                     options: dict[str, Any] = {"budget": budget, "timeout_s": timeout_s, "progress": progress}
-                    num_measured = _measure_all(journal, keyed, runner, **options)
+                    num_measured = _measure_all(journal, keyed, runner, local=given, **options)
             except KeyboardInterrupt:
                 compact(journal)
                 stored = f"{len(journal.attempts)} of {len(keyed)} points stored"

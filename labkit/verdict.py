@@ -10,6 +10,7 @@ import pandas as pd
 from labkit.breakeven import Breakeven, breakeven, verdict_table
 from labkit.errors import InputError
 from labkit.results import load_runs
+from labkit.rows import listed
 
 
 def parse_length(text: str) -> float | tuple[float, float, float]:
@@ -41,7 +42,7 @@ def verdict_from_files(
 
     Raises InputError: no run where one was named, a broken one, or sides that do not join.
     """
-    imposed = parse_length(acceptance_length) if acceptance_length else None
+    imposed = parse_length(acceptance_length) if acceptance_length is not None else None
     rows = load_runs("loop", *cost_paths, gpu=gpu)
     costs = fixed_context(rows)
     if costs.empty:
@@ -51,19 +52,22 @@ def verdict_from_files(
 
 
 def render(result: Breakeven) -> str:
-    """The verdicts as a table, then one line per crossing."""
-    lines = [verdict_table(result.cells).to_string(index=False), "", *crossing_lines(result)]
+    """What was measured, the verdicts as a table, then one line per crossing."""
+    about = [listed(result.cells, name) for name in ("gpu", "target", "drafter")]
+    lines = [f"{', '.join(about)} drafter", verdict_table(result.cells).to_string(index=False), ""]
+    lines += crossing_lines(result)
     lines.append(f"baseline: {result.baseline}; intervals: {result.confidence:.0%}")
     return "\n".join(lines)
 
 
 def crossing_lines(result: Breakeven) -> list[str]:
-    """Where each curve crosses break-even, in words."""
+    """Where each curve crosses break-even, in words, with the interval; ``open``: beyond the measured contexts."""
     lines = []
     for curve in result.crossovers:
         name = f"{curve['verify_backend']}, k={curve['num_speculative_tokens']:.0f}, {curve['workload'] or 'imposed'}"
         for crossing in curve["crossovers"]:
-            low, high = crossing["low"], crossing["high"]
-            bounds = f" [{low:,.0f}, {high:,.0f}]" if low is not None and high is not None else ""
-            lines.append(f"{name}: {crossing['direction']} {crossing['context_len']:,.0f}{bounds} tokens of context")
+            bounds = ["open" if crossing[side] is None else f"{crossing[side]:,.0f}" for side in ("low", "high")]
+            claim = crossing["direction"] if crossing["decided"] else "undecided around"
+            at = f"{crossing['context_len']:,.0f} [{', '.join(bounds)}]"
+            lines.append(f"{name}: {claim} {at} tokens of context")
     return lines

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from labkit.provenance import plain, redact
+from labkit.provenance import plain, redact, without_folders
 
 # By class name, since a worker that measures without torch must not import it to ask.
 _STATUS_BY_CLASS = {
@@ -57,15 +57,14 @@ def one_line(error: BaseException) -> str:
     """The first line of an exception's message, redacted, with its class unless that says nothing new."""
     lines = str(error).strip().splitlines() or [""]
     name = type(error).__name__
-    known = name in _STATUS_BY_CLASS and lines[0]
-    return redact(lines[0] if known else f"{name}: {lines[0]}".removesuffix(": "))[:300]
+    known = (name in _STATUS_BY_CLASS or name == "InputError") and lines[0]
+    return without_folders(redact(lines[0] if known else f"{name}: {lines[0]}".removesuffix(": ")))[:300]
 
 
 def measure_point(measure: Callable[[dict[str, Any]], Any], point: dict[str, Any]) -> dict[str, Any]:
     """Call ``measure(point)`` and describe what came of it.
 
-    Returns status; samples (list of dicts) and fields (dict) when ok; else reason (one line), detail (traceback) and
-    ``bad_input`` when the user is to blame.
+    Returns status; samples (list of dicts) and fields (dict) when ok; else reason (one line) and detail (traceback).
     """
     try:
         return _success(measure(point))
@@ -107,8 +106,7 @@ def _success(result: Any) -> dict[str, Any]:
 
 def _failure(error: Exception) -> dict[str, Any]:
     detail = redact("".join(traceback.format_exception(error))[-4000:])
-    bad_input = type(error).__name__ == "InputError"
-    return {"status": status_of(error), "reason": one_line(error), "detail": detail, "bad_input": bad_input}
+    return {"status": status_of(error), "reason": one_line(error), "detail": detail}
 
 
 def _free_memory() -> None:

@@ -11,6 +11,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from labkit.batch import PRESETS, failed, preset_parameters, run_batch
 from labkit.errors import InputError
 from labkit.notebook_run import STATUSES, Verdict
+from labkit.paths import ROOT
 
 PARAMETERS = 'source: str = "committed"  # or "run"\nout_dir: str = ""  # measured data'
 
@@ -30,7 +31,8 @@ def batch(tmp_path_factory):
     notebooks = [
         write_notebook(
             folder / "good.ipynb",
-            "import os, sys; print('answer', source, os.environ['LABKIT_BATCH']); print('step 1/2', file=sys.stderr)",
+            "import os; print(os.environ['PYTHONPATH'])",
+            "import sys; print('answer', source, os.environ['LABKIT_BATCH']); print('step 1/2', file=sys.stderr)",
             "from pathlib import Path; print(Path.cwd().name)",
         ),
         write_notebook(folder / "raises.ipynb", "x = 1", "raise KeyError('no such column')", "x"),
@@ -84,6 +86,8 @@ def test_batch_fails_at_the_end_and_says_which(batch):
 def test_progress_carries_what_a_notebook_prints(batch):
     _, _, lines = batch
     assert any(line.endswith("good | answer committed 1") for line in lines)
+    # Kernels import this checkout, not what their environment has installed.
+    assert any(f"good | {ROOT}" in line for line in lines)
     assert any(line.endswith("good | step 1/2") for line in lines)
 
 

@@ -8,11 +8,13 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from labkit.acceptance import AcceptanceCounts
+from labkit.acceptance import AcceptanceCounts, acceptance_table
 from labkit.breakeven import CELL_COLUMNS, breakeven, verdict_table
 from labkit.crossovers import crossovers
+from labkit.curves import crossing_text
 from labkit.errors import InputError
 from labkit.step_costs import baseline_ms, step_costs
+from labkit.verdict import crossing_lines, render
 from tests.worlds import (
     TYPICAL_NOISE,
     AcceptanceWorld,
@@ -135,8 +137,10 @@ def test_doubtful_samples_and_different_launches_are_said() -> None:
     rows.loc[rows.index[:3], "quality"] = "throttled"
     rows.loc[rows["arm"] == "plain", "launch_mode"] = "graph"
     reason = breakeven(rows, 3.0).cells["reason"].iloc[0]
-    assert "3 samples with quality 'throttled'" in reason
+    assert f"3 of {len(rows)} samples with quality 'throttled'" in reason
     assert "launch_mode: speculative eager, plain graph" in reason
+    reason = breakeven(cost_rows(falling(2.0, 0.0)).assign(quality="unstable"), 3.0).cells["reason"].iloc[0]
+    assert "samples with quality 'unstable'" in reason
 
 
 # ---- baseline -------------------------------------------------------------------------------------------------------
@@ -391,6 +395,33 @@ def test_a_gap_of_one_workload_is_not_bridged_by_another() -> None:
     assert {curve["workload"]: len(curve["crossovers"]) for curve in curves} == {"code_editing": 1, "prose": 0}
 
 
+@pytest.mark.parametrize(("noise", "claim"), [(0.01, "pays below"), (3.0, "undecided around")])
+def test_a_crossing_between_undecided_cells_claims_nothing(noise: float, claim: str) -> None:
+    result = breakeven(cost_rows(falling(2.0, 0.25).with_(noise=Noise(sample=noise))), 2.5)
+    undecided = (result.cells["verdict"] == "undecided").all()
+    lines = crossing_lines(result)
+    assert undecided == (claim == "undecided around")
+    assert lines
+    assert all(claim in line and "[" in line for line in lines)
+    crossing = result.crossovers[0]["crossovers"][0]
+    assert crossing_text(crossing, (1024, 65536)).startswith("undecided around" if undecided else "pays up to")
+
+
+def test_tables_and_verdicts_give_one_interval() -> None:
+    acceptance = alike().assign(context_len_high=10**6)
+    cell = breakeven(cost_rows(falling(2.0, 0.0)), acceptance).cells.iloc[0]
+    row = acceptance_table(acceptance).iloc[0]
+    for name in ("mean_acceptance_length_low", "mean_acceptance_length_high"):
+        assert cell[name] == pytest.approx(row[name], rel=1e-9)
+
+
+def test_an_imposed_length_prints_no_workload() -> None:
+    result = breakeven(cost_rows(falling(2.0, 0.25)), 2.5)
+    assert "workload" not in verdict_table(result.cells)
+    about, *_ = render(result).splitlines()
+    assert all(str(result.cells[name].iloc[0]) in about for name in ("gpu", "target", "drafter"))
+
+
 def test_a_crossing_that_may_lie_outside_the_measured_contexts_is_open() -> None:
     values = np.log([1.3, 1.1, 0.99])
     draws = values + np.random.default_rng(0).normal(0, 0.05, (2000, 1))
@@ -420,7 +451,7 @@ def test_json_and_table_have_the_agreed_form() -> None:
     assert record["cells"][0]["context_len"] == 1024
     assert record["cells"][3]["speedup"] is None
     assert record["cells"][0]["draft_backend"] is None
-    assert set(record["curves"][0]["crossovers"][0]) == {"context_len", "low", "high", "direction"}
+    assert set(record["curves"][0]["crossovers"][0]) == {"context_len", "low", "high", "direction", "decided"}
     table = verdict_table(result.cells)
     assert list(table.columns[:4]) == ["workload", "context", "k", "verify_backend"]
     assert re.fullmatch(r"1\.\d\d \[1\.\d\d, 1\.\d\d\]", table["speed-up"].iloc[0])

@@ -4,13 +4,19 @@ import json
 import subprocess
 import sys
 import time
+from argparse import Namespace
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
+from labkit.attention.api import _BACKENDS, available_backends
 from labkit.axes import parse_axes, parse_size
 from labkit.cli import main
 from labkit.errors import InputError
-from labkit.experiments.launch import parse_duration
+from labkit.experiments.launch import _show_result, parse_duration
+from labkit.sweep import RunResult
+from tests.test_weights import write_folder
 
 BAD_INPUT = [
     (["run", "attention", "--set", "backend=nosuch", "--dry-run"], "nosuch"),
@@ -26,11 +32,33 @@ BAD_INPUT = [
     (["run", "loop", "--set", "verify_backend=nosuch"], "nosuch"),
     (["run", "loop", "--set", "workload=nosuch"], "nosuch"),
     (["run", "acceptance", "--set", "drafter=nosuch"], "nosuch"),
-    (["run", "acceptance", "--budget", "soon"], "'soon'"),
+    (
+        ["run", "acceptance", "--budget", "soon", "--dry-run"],
+        "--budget: wanted a time",
+    ),
+    (["run", "loop", "--timeout", "0s", "--dry-run"], "--timeout"),
+    (["run", "acceptance", "--set", "context_len=9000"], "axis context_len: smollm2-135m holds 8192 tokens"),
+    (["run", "loop", "--set", "context_len=8192"], "axis context_len: smollm2-135m holds 8192 tokens"),
+    (["run", "acceptance", "--set", "context_len=30"], "axis context_len: the shortest code_editing prompt has"),
+    (["run", "loop", "--set", "context_len=40"], "axis context_len: the shortest code_editing prompt has"),
+    (["run", "acceptance", "--set", "top_p=0"], "axis top_p"),
+    (["run", "acceptance", "--set", "top_p=1.5"], "axis top_p"),
+    (["run", "acceptance", "--set", "temperature=nan"], "axis temperature"),
+    (["run", "acceptance", "--set", "temperature=inf"], "axis temperature"),
+    (["run", "acceptance", "--set", "num_prompts=1000"], "at most 24 prompts"),
+    (["run", "loop", "--set", "num_prompts=1000"], "at most 24 prompts"),
+    (["run", "acceptance", "--set", "max_new_tokens=1"], "axis max_new_tokens"),
+    (["run", "loop", "--set", "acceptance=real", "max_new_tokens=1"], "axis max_new_tokens"),
+    (["run", "loop", "--set", "weight_dtype=float8_e4m3fn"], "weight_dtype 'float8_e4m3fn'"),
+    (["run", "loop", "--model", ""], "model must be"),
+    (["run", "attention", "--model", "", "--dry-run"], "model must be"),
+    (["run", "loop", "--model", "llama-3.3-70b", "--dry-run"], "random:llama-3.3-70b"),
+    (["run", "acceptance", "--model", "random:tiny", "--dry-run"], "no tokenizer"),
     (["run", "nosuch"], "nosuch"),
     (["check", "no/such/folder"], "no/such/folder"),
     (["breakeven", "--cost", "no/such/folder", "--acceptance-length", "2"], "no/such/folder"),
     (["breakeven", "--cost", "x", "--acceptance-length", "two"], "X,low,high"),
+    (["breakeven", "--cost", "x", "--acceptance-length="], "wanted X or X,low,high"),
     (["breakeven", "--cost", "x"], "--acceptance"),
     (["batch", "--preset", "nosuch"], "nosuch"),
     (["import", "no/such/file"], "no such file"),
@@ -62,7 +90,8 @@ def test_bad_input_is_one_line_and_exit_2(capsys, arguments, names, tmp_path, mo
     assert list(tmp_path.iterdir()) == []
 
 
-def test_missing_and_corrupt_models_are_named(capsys, tmp_path):
+def test_missing_and_corrupt_models_are_named_before_anything_runs(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("labkit.experiments.common.run_sweep", lambda *args, **options: pytest.fail("measured"))
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text("{")
     for model in ("no-such-model", str(tmp_path / "broken")):
@@ -70,6 +99,58 @@ def test_missing_and_corrupt_models_are_named(capsys, tmp_path):
         code, _, err = outcome(capsys, arguments)
         assert code == 2
         assert model.rsplit("/", 1)[-1] in err.strip().splitlines()[-1]
+    (tmp_path / "cache").write_text("")
+    monkeypatch.setenv("LABKIT_CACHE", str(tmp_path / "cache"))
+    code, _, err = outcome(capsys, ["run", "loop", "--preset", "ci"])
+    assert code == 2
+    assert "LABKIT_CACHE" in err
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "part"),
+    [
+        ("NAME = 5\n", 2, "NAME must be a text, got 5"),
+        ("NAME = 'mine'\ndef supports(shape, device): raise RuntimeError('no idea')\n", 0, ""),
+    ],
+)
+def test_a_bad_backend_file_is_one_line(capsys, tmp_path, text, code, part):
+    (tmp_path / "mine.py").write_text(text + "def prepare(q, cache, spec): ...\n")
+    arguments = ["run", "attention", "--preset", "ci", "--dry-run", "--backend-file", str(tmp_path / "mine.py")]
+    found, _, err = outcome(capsys, arguments)
+    assert (found, part in err) == (code, True)
+    if code == 0:
+        assert available_backends()["mine"] == "its supports raised RuntimeError: no idea"
+        _BACKENDS.pop("mine")
+
+
+def test_a_model_folder_is_planned_and_a_run_without_results_is_a_finding(capsys, tmp_path):
+    (tmp_path / "m").mkdir()
+    write_folder(tmp_path / "m", {"max_position_embeddings": 4096})
+    (tmp_path / "m" / "tokenizer.json").write_text(Tokenizer(WordLevel({"a": 0}, unk_token="a")).to_str())
+    model = ["--preset", "ci", "--model", str(tmp_path / "m"), "--json"]
+    assert outcome(capsys, ["run", "loop", "--dry-run", *model])[0] == 0
+    code, out, _ = outcome(capsys, ["run", "attention", "--dry-run", *model])
+    assert (code, json.loads(out)["axes"]["model"]) == (0, ["2/1/8"])
+    numbers = ["run", "attention", "--dry-run", "--json", "--set", "context_len=1000,512,128"]
+    assert json.loads(outcome(capsys, numbers)[1])["axes"]["context_len"] == [128, 512, 1000]
+    graph = ["run", "attention", "--preset", "ci", "--set", "launch_mode=graph", "--out", str(tmp_path / "runs")]
+    code, out, _ = outcome(capsys, graph)
+    assert code == 1
+    assert "8 unsupported" in out
+
+
+def test_a_run_that_measured_nothing_says_so(capsys, tmp_path):
+    result = RunResult("r", tmp_path / "r.parquet", {}, num_measured=0, num_left=2)
+    assert _show_result(Namespace(json=False), result) == 1
+    assert capsys.readouterr().out.strip().endswith("r.parquet: nothing measured, 2 left to resume")
+
+
+@pytest.mark.parametrize("command", [["batch", "00"], ["demo"]])
+def test_an_output_folder_that_is_a_file_is_one_line(capsys, tmp_path, command):
+    (tmp_path / "file").write_text("")
+    code, _, err = outcome(capsys, [*command, "--out", str(tmp_path / "file")])
+    assert code == 2
+    assert "out_dir: wanted a folder" in err
 
 
 def test_sizes_and_ranges():

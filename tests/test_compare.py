@@ -190,6 +190,11 @@ def test_two_arms_of_one_run_are_paired_and_drift_cancels() -> None:
         assert found.ratios[name].to_numpy() == pytest.approx(1.25)
 
 
+def test_unstable_samples_on_one_side_are_in_the_interval_already() -> None:
+    rows_a, rows_b = planted(12.0, "a").assign(quality="ok"), planted(12.0, "b").assign(quality="unstable")
+    assert kinds(compare_runs(SIDECAR, changed(), rows_a=rows_a, rows_b=rows_b))["rows.quality"] == "incidental"
+
+
 @pytest.mark.parametrize(
     ("column", "value"), [("launch_mode", "graph"), ("kv_dtype", "float8_e4m3fn"), ("quality", "throttled")]
 )
@@ -238,3 +243,11 @@ def test_unpaired_ratios_cover_unless_the_clock_drifts(noise: Noise, least: floa
     table = ratio_table(*[rows[rows["num_drafted_tokens"] == 3] for rows in tables], resamples=500)
     covered = ((table["ratio_low"] <= 1) & (table["ratio_high"] >= 1)).mean()
     assert least <= covered <= (1.0 if least else 0.7)
+
+
+def test_what_follows_from_an_axis_needs_no_allowance() -> None:
+    group, other = {"grid__group": ["512/16"]}, {"grid__group": ["512/32"]}
+    a, b = changed(grid__page_size=[16], **group), changed(grid__page_size=[32], **other)
+    found = compare_runs(a, b, varying="page_size")
+    assert found.comparable
+    assert kinds(found)["grid.group"] == "incidental"

@@ -1,8 +1,10 @@
 """One truth for dependencies: pyproject.toml names, requirements.lock resolves, environment.yml repeats them."""
 
 import re
+import subprocess
 import tomllib
 
+import pytest
 import yaml
 
 from labkit.paths import ROOT
@@ -62,3 +64,11 @@ def test_lock_holds_no_torch_and_no_index_address():
     assert not re.search(r"^(torch|triton|nvidia)", text, re.M)
     assert "://" not in text
     assert all("--hash=sha256:" in block for block in re.split(r"\n(?=[\w-]+==)", text)[1:])
+
+
+def test_the_tracked_tree_stays_below_35_mb():
+    listed = subprocess.run(["git", "-C", str(ROOT), "ls-files", "-z"], capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("no git checkout")
+    files = [ROOT / name for name in listed.stdout.split("\0") if name]
+    assert 0 < sum(file.stat().st_size for file in files if file.is_file()) < 35e6

@@ -138,3 +138,16 @@ def test_code_digest_follows_the_source():
     assert code_digest(["timing.py"]) != code_digest(["timing.py", "calibrate.py"])
     with pytest.raises(FileNotFoundError):
         code_digest(["nowhere.py"])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("run loop --out /data/x/runs --model=/m/good", "run loop --out runs --model=good"),
+        ("--set model=24/4/256 --out ~/out ../b/c", "--set model=24/4/256 --out ~/out ../b/c"),
+        ("http://host:80/v1 a / b", "http://host:80/v1 a / b"),
+        ("'/tmp/good/config.json' is bad", "'config.json' is bad"),
+    ],
+)
+def test_absolute_paths_lose_their_folders(text, expected):
+    assert provenance.without_folders(text) == expected

@@ -78,6 +78,32 @@ def test_length_limit_cuts_inside_a_block_and_is_counted_apart(max_new_tokens):
     (got,) = speculate(target, drafter, [[1, 2]], num_speculative_tokens=4, max_new_tokens=max_new_tokens)
     assert got.output_ids == plain(target, [[1, 2]], max_new_tokens)[0].output_ids
     assert sum(step.truncated for step in got.steps) == (max_new_tokens not in (1, 6))
+    assert all(1 + step.num_drafted_tokens <= max_new_tokens - 1 for step in got.steps)
+
+
+@pytest.mark.parametrize("k", [1, 4, 200])
+def test_drafts_end_where_the_output_must(k):
+    target = ToyTarget()
+    expected = plain(target, PROMPTS, 9)
+    drafter = OracleDrafter(target, (True, False) * 100)
+    got = speculate(target, drafter, PROMPTS, num_speculative_tokens=k, max_new_tokens=9)
+    assert [g.output_ids for g in got] == [g.output_ids for g in expected]
+    for generation in got:
+        left = 8
+        for step in generation.steps:
+            assert step.num_drafted_tokens == min(k, left - 1)
+            assert step.truncated == (left - 1 < k)
+            left -= 1 + step.num_accepted_tokens
+        assert left == 0
+
+
+def test_a_run_can_end_after_some_steps():
+    target = ToyTarget()
+    drafter = ForcedDrafter(NgramDrafter(), accepted=fixed_acceptance(0), length=3)
+    options = {"num_speculative_tokens": 3, "max_new_tokens": 6, "max_steps": 2, "accept": accept_forced}
+    (got,) = speculate(target, drafter, [[1, 2]], **options)
+    assert [(step.num_drafted_tokens, step.truncated) for step in got.steps] == [(3, False)] * 2
+    assert got.finish_reason == "steps"
 
 
 def test_ngram_takes_the_latest_longest_match_and_continues_into_its_own_draft():
@@ -117,7 +143,7 @@ def test_forced_drafter_imposes_length_and_acceptance():
     target = ToyTarget()
     drafter = ForcedDrafter(NgramDrafter(), accepted=fixed_acceptance(2), length=3)
     (got,) = speculate(target, drafter, [[1, 2]], num_speculative_tokens=4, max_new_tokens=31, accept=accept_forced)
-    assert {(step.num_drafted_tokens, step.num_accepted_tokens) for step in got.steps} == {(3, 2)}
+    assert {(step.num_drafted_tokens, step.num_accepted_tokens) for step in got.steps if not step.truncated} == {(3, 2)}
     assert len(got.steps) == 10
 
 
@@ -130,8 +156,7 @@ def test_recorded_text_gives_the_counts_of_the_live_loop():
         replayed = speculate(recorded, NgramDrafter(), [[1, 2, 3]], num_speculative_tokens=k, max_new_tokens=60)[0]
         assert replayed.output_ids == live.output_ids
         counts = [(s.num_drafted_tokens, s.num_accepted_tokens, s.truncated) for s in live.steps]
-        # The last step may draft past the end of the recording, where there is nothing to agree with.
-        assert [(s.num_drafted_tokens, s.num_accepted_tokens, s.truncated) for s in replayed.steps][:-1] == counts[:-1]
+        assert [(s.num_drafted_tokens, s.num_accepted_tokens, s.truncated) for s in replayed.steps] == counts
 
 
 def test_accept_greedy_never_counts_padding():
@@ -146,16 +171,20 @@ def test_accept_greedy_never_counts_padding():
     [
         ({"num_speculative_tokens": -1}, "num_speculative_tokens"),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens"),
+        ({"num_speculative_tokens": 2.5}, "num_speculative_tokens"),
         ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"drafter": OracleDrafter(ToyTarget(), (True,) * 9), "num_speculative_tokens": 3}, "drafter oracle"),
         ({"prompts": []}, "prompts"),
         ({"prompts": [[1], []]}, "prompts"),
     ],
 )
 def test_bad_arguments_are_named(options, name):
     arguments = {"prompts": [[1]], "num_speculative_tokens": 2, "max_new_tokens": 3} | options
-    prompts = arguments.pop("prompts")
+    prompts, drafter = arguments.pop("prompts"), arguments.pop("drafter", NgramDrafter())
+    if isinstance(drafter, OracleDrafter):  # one that does not care how many were asked for
+        drafter.propose = partial(lambda propose, requests, k: propose(requests, 9), drafter.propose)
     with pytest.raises(ValueError, match=name):
-        speculate(ToyTarget(), NgramDrafter(), prompts, **arguments)
+        speculate(ToyTarget(), drafter, prompts, **arguments)
 
 
 @pytest.mark.parametrize(

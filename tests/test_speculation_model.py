@@ -75,6 +75,22 @@ def test_model_drafter(tiny, same):
     assert (sum(kept) / len(kept) > 2.9) == same
 
 
+@pytest.mark.parametrize("k", [1, 4, 16, 200])
+@pytest.mark.parametrize("own_drafter", [True, False])
+def test_drafts_fit_a_cache_that_just_holds_the_output(tiny, k, own_drafter):
+    prompts = tiny_prompts(tiny, (20, 16, 9))
+    room = len(prompts[0]) + 39
+    options = {"batch_size": 3, "max_context_len": room, "verify_backend": "sdpa", "page_size": 1}
+    expected = speculate(ModelTarget(tiny, **options), None, prompts, num_speculative_tokens=0, max_new_tokens=40)
+    drafter = ModelDrafter(tiny, max_context_len=room) if own_drafter else NgramDrafter(min_ngram=1)
+    target = ModelTarget(tiny, **options)
+    got = speculate(target, drafter, prompts, num_speculative_tokens=k, max_new_tokens=40)
+    for prompt, one, other in zip(prompts, expected, got, strict=True):
+        assert_same_text(tiny, prompt, one.output_ids, other.output_ids)
+    with pytest.raises(ValueError, match="batch_size=3, got 4"):
+        speculate(target, None, [*prompts, [1]], num_speculative_tokens=0, max_new_tokens=2)
+
+
 def test_cache_is_reused_between_runs_of_one_target(tiny):
     (prompt,) = tiny_prompts(tiny, (40,))
     target = ModelTarget(tiny, batch_size=1, max_context_len=160, verify_backend="sdpa")

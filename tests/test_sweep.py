@@ -247,11 +247,18 @@ def test_interrupt_leaves_a_whole_run(go, capsys, tmp_path):
     assert go(points, sweep_points.measure_interrupted_once).num_measured == 2
 
 
-def test_the_first_refusal_stops_the_sweep(go):
-    with pytest.raises(InputError, match=r"^model: no such folder$"):
-        go(contexts(0, fault="bad_input"), sweep_points.measure_fault)
-    result = go([*contexts(0, fault="ok"), *contexts(1, fault="bad_input")], sweep_points.measure_fault)
+@pytest.mark.parametrize("faults", [("bad_input", "ok"), ("ok", "bad_input")])
+def test_a_refused_point_is_a_row_in_any_order(go, faults):
+    points = [point for index, fault in enumerate(faults) for point in contexts(index, fault=fault)]
+    result = go(points, sweep_points.measure_fault)
     assert result.counts == {"error": 1, "ok": 1}
+    assert "model: no such folder" in load_runs("loop", result.path)["reason"].tolist()
+
+
+def test_local_values_reach_the_measure_and_no_file(go, tmp_path):
+    result = go(contexts(0), sweep_points.measure_local, local={"model_dir": "/secret/place"})
+    assert result.counts == {"ok": 1}
+    assert all(b"secret" not in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
 
 
 @pytest.mark.parametrize(
@@ -373,3 +380,25 @@ def test_sweep_needs_no_torch():
 def test_parquet_names_its_schema(go):
     metadata = pq.read_schema(go(contexts(0)).path).metadata
     assert json.loads(metadata[b"labkit"])["schema_version"] == 1
+
+
+def test_a_folder_in_the_place_of_the_rows_is_named(go, tmp_path):
+    path = go(contexts(0)).path
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(InputError, match=r"parquet"):
+        go(contexts(0))
+
+
+@pytest.mark.parametrize("line", ["{", '{"kind": "point"}', '{"kind": "other"}'])
+def test_a_corrupt_journal_is_found_and_the_way_out_is_said(go, tmp_path, line):
+    path = go(contexts(0)).path
+    assert check_run(tmp_path) == []
+    with path.with_suffix(".jsonl").open("a") as file:
+        file.write(line + "\n")
+    for place in (tmp_path, path):
+        (finding,) = check_run(place)
+        assert finding.field == "journal"
+    with pytest.raises(InputError, match="--no-resume"):
+        go(contexts(0))
+    assert go(contexts(0), resume=False).counts == {"ok": 1}

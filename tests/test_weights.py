@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from labkit.errors import InputError
+from labkit.experiments import common
+from labkit.models import identity
 from labkit.models.gguf import dequantised_folder, smollm2_gguf
 from labkit.models.weights import expected_tensors, load_model, read_config
 from labkit.shapes import model_shape
@@ -198,6 +200,11 @@ def test_an_unknown_model_is_refused(model, message):
         load_model(model)
 
 
+def test_a_shape_without_weights_says_how_to_run_it():
+    with pytest.raises(InputError, match=r"got 'tiny'; that is a shape only, random:tiny runs it"):
+        load_model("tiny")
+
+
 def test_an_unknown_dtype_is_refused():
     with pytest.raises(InputError, match="dtype must be one of float32, bfloat16, float16, got 'int8'"):
         load_model("random:tiny", dtype="int8")
@@ -256,3 +263,31 @@ def test_processes_that_dequantise_at_once_agree(tmp_path):
     (folder,) = tmp_path.iterdir()
     assert answers == {str(folder)}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {file.name for file in folder.iterdir()}
+
+
+@pytest.mark.parametrize("whole_bytes", [0, 64 << 20])
+def test_a_folder_is_known_by_its_name_and_content(tmp_path, monkeypatch, whole_bytes):
+    monkeypatch.setattr(identity, "_WHOLE_BYTES", whole_bytes)
+    monkeypatch.chdir(tmp_path)
+    for place in ("a/good", "b/good", "c/good"):
+        (tmp_path / place).mkdir(parents=True)
+        write_folder(tmp_path / place)
+    one = identity.model_identity("a/good")
+    assert one.startswith("good@")
+    assert len(one) == 13
+    assert identity.model_identity(str(tmp_path / "b/good")) == one
+    change(tmp_path / "c/good", model__norm__weight=torch.zeros(16))
+    assert identity.model_identity("c/good") != one
+    assert [identity.model_identity(name) for name in ("smollm2-135m", "random:tiny")] == [
+        "smollm2-135m",
+        "random:tiny",
+    ]
+
+
+def test_points_of_a_folder_hold_its_identity_and_no_path(folder, monkeypatch):
+    seen = {}
+    monkeypatch.setattr(common, "run_sweep", lambda points, measure, **options: seen.update(options, points=points))
+    monkeypatch.setattr(common, "_check_prompts", lambda points: None)
+    common.sweep("loop", [{"target": str(folder)}], out_dir=None)
+    assert seen["points"] == [{"target": identity.model_identity(str(folder))}]
+    assert seen["local"] == {"model_dir": str(folder)}

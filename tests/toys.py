@@ -15,6 +15,8 @@ class ToyTarget:
         self.vocab_size = vocab_size
         self.num_passes = 0
 
+    max_context_len = None
+
     def start(self, requests: list[Request]) -> Tensor:
         return torch.stack([self._next(request.token_ids) for request in requests])
 

@@ -42,7 +42,10 @@ class ModelDrafter:
             self._catch_up(request, len(request.token_ids) - 1)
 
     def propose(self, requests: Sequence[Request], k: int) -> Draft:
-        """k tokens for every request [batch_size, k]."""
+        """k tokens for every request [batch_size, k], fewer where the fullest row of the cache holds no more."""
+        k = min(k, self._cache.max_context_len + 1 - max(len(request.token_ids) for request in requests))
+        if k < 1:
+            return Draft.from_lists([[] for _ in requests])
         for request in requests:
             self._catch_up(request, len(request.token_ids) - 1)
         rows = [self._rows[request.index] for request in requests]

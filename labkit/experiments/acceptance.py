@@ -47,15 +47,13 @@ PRESETS["gpu"] = PRESETS["cpu"] | {
 PRESETS["ci"] = PRESETS["cpu"] | {"context_len": [512], "num_prompts": [2], "max_new_tokens": [12]}
 
 _ONE_VALUE = ("target", "num_prompts", "max_new_tokens", "verify_backend", "weight_dtype", "top_p")
-# An answer may be shorter than the rest of its context window; k more drafts must still fit behind it.
-_SLACK = 16
 
 
 def points(preset: str, **axes: Sequence[Any]) -> list[dict[str, Any]]:
     """Points of the grid, one prompt of every cell before the next prompt, so that a cut run is still balanced.
 
-    Raises InputError for an unknown preset, axis, workload, drafter or backend, k outside 1..16, or a context that
-    the target does not hold.
+    Raises InputError for an unknown preset, axis, workload, drafter or backend, k outside 1..16, a target that cannot
+    run or a context that it does not hold, or more prompts than there are.
     """
     grid = common.axes_of(PRESETS, preset, axes)
     common.check_names("workload", grid["workload"], workloads.WORKLOADS)
@@ -63,7 +61,13 @@ def points(preset: str, **axes: Sequence[Any]) -> list[dict[str, Any]]:
     common.check_draft_lengths(grid)
     common.check_backends("verify_backend", grid["verify_backend"])
     fixed = {name: common.sole(grid, name) for name in _ONE_VALUE}
-    prompts = {name: workloads.load_prompts(name, limit=fixed["num_prompts"]) for name in grid["workload"]}
+    if not 0 < fixed["top_p"] <= 1:
+        raise InputError(f"axis top_p: wanted a number above 0 and up to 1, got {fixed['top_p']:g}")
+    least = max(grid["num_speculative_tokens"]) + 2  # the prefill's token, then one step with k drafts
+    if fixed["max_new_tokens"] < least:
+        raise InputError(f"axis max_new_tokens: wanted {least} or more (k + 2), got {fixed['max_new_tokens']}")
+    common.check_model_axes(grid, text=True, num_new_tokens=fixed["max_new_tokens"])
+    prompts = common.prompts_of(grid)
     found = []
     for index in range(fixed["num_prompts"]):
         for context_len in sorted(grid["context_len"], reverse=True):  # shorter ones reuse the longest one's prefill
@@ -107,14 +111,13 @@ def measure(arms: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception
 
     first = arms[0]
     common.load_backends(first)
-    place = ("target", "workload", "prompt_id", "context_len")
-    prompt_ids, digest = prompt_tokens(*(first[name] for name in place))
+    prompt_ids, digest = prompt_tokens(first)
     if first["temperature"] > 0:
         return [[_row(arm, digest, _generate(arm, prompt_ids, _target(arm, prompt_ids)))] for arm in arms]
     live = _generate(first, prompt_ids, _target(first, prompt_ids))
-    vocab_size = common.decoder(first["target"], first["weight_dtype"], common.device()).shape.vocab_size
+    vocab_size = common.decoder(common.model_source(first), first["weight_dtype"], common.device()).shape.vocab_size
     recorded = RecordedTarget([*live.prompt_ids, *live.output_ids], vocab_size)
-    replays = [_speculate(arm, prompt_ids, recorded, len(live.output_ids)) for arm in arms[1:]]
+    replays = [_generate(arm, prompt_ids, recorded) for arm in arms[1:]]
     return [[_row(arm, digest, generation)] for arm, generation in zip(arms, [live, *replays], strict=True)]
 
 
@@ -125,14 +128,14 @@ def make_drafter(name: str) -> Drafter:
     return {"ngram": NgramDrafter}[name]()
 
 
-def prompt_tokens(target: str, workload: str, prompt_id: str, context_len: int) -> tuple[list[int], str]:
-    """Token ids of a prompt inside a context of ``context_len`` tokens (0: as it is), and the digest of the text."""
-    encode = common.tokenizer(target).encode_chat
-    prompt = next(prompt for prompt in workloads.load_prompts(workload) if prompt.id == prompt_id)
-    if not context_len:
+def prompt_tokens(point: dict[str, Any]) -> tuple[list[int], str]:
+    """Token ids of a point's prompt inside a context of its ``context_len`` (0: as it is), and the text's digest."""
+    encode = common.tokenizer(common.model_source(point)).encode_chat
+    prompt = next(prompt for prompt in workloads.load_prompts(point["workload"]) if prompt.id == point["prompt_id"])
+    if not point["context_len"]:
         return encode(list(prompt.messages)), prompt.digest
     try:
-        context = workloads.build_context(prompt, context_len, encode=encode, seed=0)
+        context = workloads.build_context(prompt, point["context_len"], encode=encode, seed=0)
     except InputError as error:  # a long prompt does not fit a short context: this point, not the grid, is at fault
         raise Unsupported(str(error)) from error
     return list(context.token_ids), context.digest
@@ -145,11 +148,12 @@ def _target(point: dict[str, Any], prompt_ids: list[int]) -> ModelTarget:
     """
     from labkit.models.target import ModelTarget
 
-    kept = _kept_targets(point["target"], point["weight_dtype"], point["verify_backend"], point["workload"])
-    room = -(-(len(prompt_ids) + point["max_new_tokens"] + _SLACK) // 512) * 512
+    source = common.model_source(point)
+    kept = _kept_targets(source, point["weight_dtype"], point["verify_backend"], point["workload"])
+    room = -(-(len(prompt_ids) + point["max_new_tokens"]) // 512) * 512
     key = (point["context_len"], room)
     if key not in kept:
-        decoder = common.decoder(point["target"], point["weight_dtype"], common.device())
+        decoder = common.decoder(source, point["weight_dtype"], common.device())
         room = min(room, decoder.shape.max_context_len)
         target = ModelTarget(decoder, batch_size=1, max_context_len=room, verify_backend=point["verify_backend"])
         if kept:
@@ -163,14 +167,7 @@ def _kept_targets(target: str, dtype: str, backend: str, workload: str) -> dict[
     return {}
 
 
-def _generate(point: dict[str, Any], prompt_ids: list[int], target: ModelTarget) -> Generation:
-    limit = target.cache.max_context_len
-    if len(prompt_ids) + point["max_new_tokens"] + _SLACK > limit:
-        raise InputError(f"{len(prompt_ids)} prompt tokens + {point['max_new_tokens']} new do not fit in {limit}")
-    return _speculate(point, prompt_ids, target, point["max_new_tokens"])
-
-
-def _speculate(point: dict[str, Any], prompt_ids: list[int], target: Target, max_new_tokens: int) -> Generation:
+def _generate(point: dict[str, Any], prompt_ids: list[int], target: Target) -> Generation:
     from labkit.speculation import speculate
 
     (generation,) = speculate(
@@ -178,9 +175,9 @@ def _speculate(point: dict[str, Any], prompt_ids: list[int], target: Target, max
         make_drafter(point["drafter"]),
         [prompt_ids],
         num_speculative_tokens=point["num_speculative_tokens"],
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=point["max_new_tokens"],
         accept=_rule(point),
-        stop_token_ids=common.tokenizer(point["target"]).stop_token_ids,
+        stop_token_ids=common.tokenizer(common.model_source(point)).stop_token_ids,
     )
     return generation
 
@@ -213,7 +210,7 @@ def _row(point: dict[str, Any], digest: str, generation: Generation) -> dict[str
         "num_draft_nodes": k,
         "context_len_low": low,
         "context_len_high": high,
-        "context_len": sum(step.context_len for step in whole) / len(whole) if whole else None,
+        "context_len": sum(step.context_len for step in whole) / len(whole) if whole else len(generation.prompt_ids),
         "num_prompt_tokens": len(generation.prompt_ids),
         "num_output_tokens": len(generation.output_ids),
         **counts.columns(),

@@ -156,14 +156,19 @@ def _points_of_grid(grid: common.Axes, prefix: str) -> list[dict[str, Any]]:
 
 
 def heads_of(model: str) -> tuple[int, int, int]:
-    """Query heads, KV heads and head size of a model shape by name, or of ``H/HK/D`` such as ``24/4/256``."""
-    if "/" in model:
+    """Query heads, KV heads and head size of a model shape by name, of a model folder, or of ``24/4/256``."""
+    if (Path(model) / "config.json").is_file():
+        from labkit.models.weights import read_config
+
+        shape, _ = read_config(Path(model), model)
+    elif "/" in model:
         try:
             num_qo_heads, num_kv_heads, head_dim = map(int, model.split("/"))
         except ValueError:
             raise InputError(f"model: wanted a name or heads such as 24/4/256, got {model!r}") from None
         return num_qo_heads, num_kv_heads, head_dim
-    shape = model_shape(model)
+    else:
+        shape = model_shape(model)
     return shape.num_qo_heads, shape.num_kv_heads, shape.head_dim
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from labkit import workloads
 from labkit.errors import InputError
 from labkit.paths import RUNS
 from labkit.provenance import code_digest
+from labkit.shapes import ModelShape, model_shape
 from labkit.sweep import RunResult, run_sweep
 
 if TYPE_CHECKING:
@@ -41,7 +44,7 @@ def axes_of(presets: Mapping[str, Axes], preset: str, given: Mapping[str, Sequen
         if len(set(values)) < len(values):
             raise InputError(f"axis {name}: a value stands twice in {values}")
         smallest = 0 if name in _FROM_ZERO else 1
-        if bad := [value for value in values if isinstance(value, int | float) and value < smallest]:
+        if bad := [value for value in values if isinstance(value, int | float) and not smallest <= value < math.inf]:
             raise InputError(f"axis {name}: wanted {smallest} or more, got {bad[0]}")
     return axes
 
@@ -71,6 +74,72 @@ def sole(axes: Axes, name: str) -> Any:
     if len(axes[name]) != 1:
         raise InputError(f"axis {name}: wanted one value a run, got {axes[name]}")
     return axes[name][0]
+
+
+def prompts_of(axes: Axes) -> dict[str, list[workloads.Prompt]]:
+    """Workload -> its first ``num_prompts`` prompts, all where it has fewer. Raises InputError if each has fewer."""
+    num_prompts = sole(axes, "num_prompts")
+    prompts = {name: workloads.load_prompts(name, limit=num_prompts) for name in axes["workload"]}
+    if num_prompts > (most := max(map(len, prompts.values()))):
+        raise InputError(f"axis num_prompts: {', '.join(prompts)}: at most {most} prompts; got {num_prompts}")
+    return prompts
+
+
+def is_random(target: str) -> bool:
+    """Whether the target is a shape with seeded random weights, which have no tokenizer."""
+    return target.startswith("random:")
+
+
+def target_shape(target: str) -> ModelShape:
+    """Shape of a target, by name or from its folder.
+
+    Raises InputError: no such model, or a folder whose configuration, weights (their headers) or tokenizer do not fit.
+    """
+    if is_random(target) or target == "smollm2-135m":
+        return model_shape(target.removeprefix("random:"))
+    from labkit.models.tokenizer import load_tokenizer
+    from labkit.models.weights import check_model
+
+    shape = check_model(target)
+    load_tokenizer(target)
+    return shape
+
+
+def check_model_axes(axes: Axes, *, text: bool, num_new_tokens: int) -> None:
+    """Raise InputError for a target that cannot run or holds no such context, or a dtype that no weights have.
+
+    text : whether the run must read and write text.
+    num_new_tokens : what a run adds to its context.
+    """
+    from labkit.models.weights import DTYPES
+
+    check_names("weight_dtype", axes["weight_dtype"], DTYPES)
+    target = sole(axes, "target")
+    if text and is_random(target):
+        raise InputError(f"target {target}: random weights have no tokenizer; wanted smollm2-135m or a model folder")
+    most = target_shape(target).max_context_len - num_new_tokens
+    if bad := [context_len for context_len in axes["context_len"] if context_len > most]:
+        room = f"{target} holds {most + num_new_tokens} tokens, {num_new_tokens} of them new ones"
+        raise InputError(f"axis context_len: {room}; wanted at most {most}, got {bad[0]}")
+
+
+def _check_prompts(points: Sequence[Mapping[str, Any]]) -> None:
+    """Raise InputError for a context that is too short for each of its prompts."""
+    from labkit.models.tokenizer import load_tokenizer
+
+    encode = load_tokenizer(points[0]["target"]).encode_chat
+    for workload in sorted({point["workload"] for point in points}):
+        here = [point for point in points if point["workload"] == workload]
+        ids, shortest = {point["prompt_id"] for point in here}, min(point["context_len"] or math.inf for point in here)
+        prompts = [prompt for prompt in workloads.load_prompts(workload) if prompt.id in ids]
+        least = min(len(encode(list(prompt.messages))) for prompt in prompts)
+        if shortest < least:
+            raise InputError(f"axis context_len: the shortest {workload} prompt has {least} tokens, got {shortest}")
+
+
+def model_source(point: Mapping[str, Any]) -> str:
+    """What to load for a point: its target by name, or the folder that its identity stands for."""
+    return point.get("model_dir") or point["target"]
 
 
 @lru_cache(maxsize=2)
@@ -115,14 +184,24 @@ def sweep(
 ) -> RunResult:
     """`run_sweep` of an experiment of this package into ``out_dir`` (``data/runs`` when None), device calibrated first.
 
+    A target that is a folder is stored as `labkit.models.identity.model_identity` calls it.
+
     backend_file : registers attention backends, here and in the worker.
     """
-    if backend_file:
-        points = [point | {"backend_file": str(backend_file.resolve())} for point in points]
+    from labkit.models.identity import model_identity
+
+    local = {"backend_file": str(backend_file.resolve())} if backend_file else {}
+    if target := points[0].get("target"):
+        if not is_random(target):
+            _check_prompts(points)
+        if (identity := model_identity(target)) != target:
+            local["model_dir"] = str(Path(target).resolve())
+            points = [point | {"target": identity} for point in points]
     return run_sweep(
         points,
         f"labkit.experiments.{experiment}:measure",
         experiment=experiment,
+        local=local,
         out_dir=out_dir or RUNS,
         device=device(),
         calibrate=True,

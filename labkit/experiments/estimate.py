@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 from labkit.cost import kv_bytes_read
-from labkit.experiments import attention
-from labkit.shapes import ModelShape, model_shape
+from labkit.experiments import attention, common
+from labkit.shapes import ModelShape
 
 # What one forward of a small model reaches end to end; a calibrated device does better, a busy one worse.
 _BYTES_PER_S = 8e9
@@ -29,7 +30,10 @@ def memory_bytes(experiment: str, point: dict[str, Any]) -> float:
 
 
 def _shape(point: dict[str, Any]) -> ModelShape:
-    return model_shape(str(point["target"]).removeprefix("random:"))
+    return _shape_of(point["target"])
+
+
+_shape_of = lru_cache(maxsize=1)(common.target_shape)
 
 
 def _forward_s(point: dict[str, Any], context_len: float, q_len: int, passes_over_cache: int = 1) -> float:

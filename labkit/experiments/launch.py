@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 from collections import Counter
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -18,17 +19,19 @@ MODULES: dict[str, ModuleType] = {"attention": attention, "acceptance": acceptan
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
 
 
-def parse_duration(text: str) -> float:
-    """``90``, ``90s``, ``20m`` or ``2h`` in seconds. Raises InputError for anything else."""
+def parse_duration(text: str, option: str = "time") -> float:
+    """``90``, ``90s``, ``20m`` or ``2h`` in seconds. Raises InputError, which names the option, for anything else."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
     if not match or float(match[1]) == 0:
-        raise InputError(f"wanted a time such as 90s, 20m or 2h, got {text!r}")
+        raise InputError(f"{option}: wanted a time such as 90s, 20m or 2h, got {text!r}")
     return float(match[1]) * _UNITS[match[2]]
 
 
 def run_from_arguments(arguments: argparse.Namespace) -> int:
     """Measure what `labkit run` was asked for. 0 when every point has a result, else 1: some failed or are left."""
     module = MODULES[arguments.experiment]
+    timeout_s = parse_duration(arguments.timeout, "--timeout")
+    budget_s = None if arguments.budget is None else parse_duration(arguments.budget, "--budget")
     preset = common.auto_preset() if arguments.preset == "auto" else arguments.preset
     if preset not in module.PRESETS:
         raise InputError(f"preset {preset!r}: no such preset; the presets are auto, {', '.join(module.PRESETS)}")
@@ -37,8 +40,12 @@ def run_from_arguments(arguments: argparse.Namespace) -> int:
 
         load_backend_file(arguments.backend_file)
     given = axes.parse_axes(arguments.assignments, module.PRESETS[preset])
-    if arguments.model:
+    if arguments.model is not None:
         given["model" if arguments.experiment == "attention" else "target"] = [arguments.model]
+    # Attention knows a model by its heads: a folder is stored as these.
+    if folders := [name for name in given.get("model", []) if Path(name).is_dir()]:
+        heads = {folder: "/".join(map(str, attention.heads_of(folder))) for folder in folders}
+        given["model"] = [heads.get(name, name) for name in given["model"]]
     if "seed" in module.PRESETS[preset]:
         given.setdefault("seed", [arguments.seed])
     points = module.points(preset, **given)
@@ -50,8 +57,8 @@ def run_from_arguments(arguments: argparse.Namespace) -> int:
         out_dir=arguments.out,
         resume=not arguments.no_resume,
         seed=arguments.seed,
-        timeout_s=parse_duration(arguments.timeout),
-        budget_s=parse_duration(arguments.budget) if arguments.budget else None,
+        timeout_s=timeout_s,
+        budget_s=budget_s,
         backend_file=arguments.backend_file,
     )
     return _show_result(arguments, result)
@@ -65,7 +72,7 @@ def _show_plan(arguments: argparse.Namespace, points: list[dict[str, Any]], modu
     minutes = round(sum(seconds(arguments.experiment, point) for point in points) / 60, 1)
     memory_gb = round(max(memory_bytes(arguments.experiment, point) for point in points) / 1e9, 2)
     axes = {
-        name: sorted({point[name] for point in points if point.get(name) is not None}, key=str)
+        name: sorted({point[name] for point in points if point.get(name) is not None})
         for name in module.PRESETS["cpu"]
         if any(name in point for point in points)
     }
@@ -79,22 +86,25 @@ def _show_plan(arguments: argparse.Namespace, points: list[dict[str, Any]], modu
 
 
 def _show_result(arguments: argparse.Namespace, result: RunResult) -> int:
-    counts = ", ".join(f"{count} {status}" for status, count in sorted(result.counts.items()))
+    counts = ", ".join(f"{count} {status}" for status, count in sorted(result.counts.items())) or "nothing measured"
     left = f", {result.num_left} left to resume" if result.num_left else ""
-    reasons = _reasons(result) if set(result.counts) - {"ok"} else {}
+    reasons, doubtful = _remarks(result) if result.counts else ({}, {})
     content = {"run_id": result.run_id, "path": str(result.path), "counts": result.counts, "num_left": result.num_left}
     lines = [f"{result.path}: {counts}{left}", *(f"  {count} x {reason}" for reason, count in reasons.items())]
-    _print(arguments, content | {"reasons": reasons}, "\n".join(lines))
-    return 0 if result.complete and set(result.counts) <= {"ok", "unsupported", "oom"} else 1
+    lines += [f"  {count} ok points with samples of quality {name!r}" for name, count in doubtful.items()]
+    _print(arguments, content | {"reasons": reasons, "doubtful": doubtful}, "\n".join(lines))
+    return 0 if result.complete and "ok" in result.counts and set(result.counts) <= {"ok", "unsupported", "oom"} else 1
 
 
-def _reasons(result: RunResult) -> dict[str, int]:
-    """Why points have no samples, and how many each."""
+def _remarks(result: RunResult) -> tuple[dict[str, int], dict[str, int]]:
+    """Why points have no samples, and qualities other than ok, with how many points each."""
     from labkit.results import load_runs
 
     rows = load_runs(result.path.parent.parent.name, result.path)
     failed = rows[rows["status"] != "ok"]
-    return dict(Counter(failed["status"] + ": " + failed["reason"].astype(str)))
+    doubtful = rows[rows["quality"].notna() & (rows["quality"] != "ok")]
+    points = doubtful[["quality", "point_key"]].drop_duplicates()["quality"]
+    return dict(Counter(failed["status"] + ": " + failed["reason"].astype(str))), dict(Counter(points))
 
 
 def _print(arguments: argparse.Namespace, content: dict[str, Any], text: str) -> None:

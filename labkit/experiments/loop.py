@@ -79,6 +79,11 @@ def points(preset: str, **axes: Sequence[Any]) -> list[dict[str, Any]]:
         raise InputError(f"batch_size: acceptance=real generates for one request at a time, got {grid['batch_size']}")
     fixed = {name: common.sole(grid, name) for name in _ONE_VALUE if name != "num_prompts"}
     fixed["max_new_tokens"] = common.sole(grid, "max_new_tokens")
+    real = fixed["acceptance"] == "real"
+    if real and fixed["max_new_tokens"] < 2:
+        raise InputError("axis max_new_tokens: wanted 2 or more (the prefill yields the first), got 1")
+    steps = fixed["steps_per_round"] + 2 + max(grid["num_speculative_tokens"])
+    common.check_model_axes(grid, text=real, num_new_tokens=fixed["max_new_tokens"] if real else steps)
     found = []
     for place in _places(grid):
         group = "/".join(str(value) for value in place.values())
@@ -95,11 +100,11 @@ def points(preset: str, **axes: Sequence[Any]) -> list[dict[str, Any]]:
 
 def _places(grid: common.Axes) -> Iterator[dict[str, Any]]:
     """Where a group is measured: a context and batch, with the prompt whose text the drafter reads."""
-    num_prompts = common.sole(grid, "num_prompts")
+    prompts = common.prompts_of(grid)
     for context_len in sorted(grid["context_len"]):
         for batch_size in grid["batch_size"]:
             for workload in grid["workload"]:
-                for prompt in workloads.load_prompts(workload, limit=num_prompts):
+                for prompt in prompts[workload]:
                     place = {"context_len": context_len, "batch_size": batch_size, "workload": workload}
                     yield place | {"prompt_id": prompt.id}
 
@@ -144,7 +149,7 @@ def measure(arms: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception
             if round_index >= 0:
                 kept.extend(row | {"sample": sample} for sample, row in enumerate(found, start=len(kept)))
     for kept in rows:
-        _mark_quality(kept)
+        _mark_quality(kept, first.get("noise_floor_us"))
     return [errors.get(index, kept) for index, kept in enumerate(rows)]
 
 
@@ -153,19 +158,19 @@ def _prompt_ids(point: dict[str, Any]) -> list[int]:
     import random
 
     target = point["target"]
-    if target.startswith("random:"):
+    if common.is_random(target):
         draw, vocab_size = random.Random(point["seed"]), model_shape(target.removeprefix("random:")).vocab_size
         return [draw.randrange(vocab_size) for _ in range(point["context_len"])]
-    return prompt_tokens(target, point["workload"], point["prompt_id"], point["context_len"])[0]
+    return prompt_tokens(point)[0]
 
 
-def _mark_quality(rows: list[dict[str, Any]]) -> None:
+def _mark_quality(rows: list[dict[str, Any]], noise_floor_us: float | None) -> None:
     """Judge the samples of each draft length together."""
     from labkit.timing import quality_of
 
     for length in {row["num_drafted_tokens"] for row in rows}:
         alike = [row for row in rows if row["num_drafted_tokens"] == length]
-        quality = quality_of([row["step_ms"] for row in alike])
+        quality = quality_of([row["step_ms"] for row in alike], noise_floor_us=noise_floor_us)
         for row in alike:
             row["quality"] = quality
 
@@ -184,7 +189,7 @@ def _runs(index: int, point: dict[str, Any]) -> list[_Arm]:
 
 
 def _decoder(point: dict[str, Any]) -> Decoder:
-    return common.decoder(point["target"], point["weight_dtype"], common.device())
+    return common.decoder(common.model_source(point), point["weight_dtype"], common.device())
 
 
 def _target(point: dict[str, Any], prompt_ids: list[int]) -> ModelTarget:
@@ -233,16 +238,18 @@ def _rows(arm: _Arm, target: ModelTarget, prompts: list[list[int]], round_index:
     target.verify_backend = point.get("verify_backend") or target.verify_backend
     target.decode_backend = point.get("decode_backend") or target.decode_backend
     warm_up = 0 if real else _WARM_UP_STEPS[common.device()]
+    num_steps, k = warm_up + point["steps_per_round"], point["num_speculative_tokens"] if arm.drafter else 0
     started = _TimedStart(arm.drafter) if arm.drafter else None
     generations = speculate(
         target,
         started,
         prompts,
-        num_speculative_tokens=point["num_speculative_tokens"] if arm.drafter else 0,
-        max_new_tokens=point["max_new_tokens"] if real else 1 + warm_up + point["steps_per_round"],
+        num_speculative_tokens=k,
+        max_new_tokens=point["max_new_tokens"] if real else 1 + num_steps + k,  # no draft of a cost run is cut short
+        max_steps=None if real else num_steps,
         accept=accept_forced if isinstance(arm.drafter, ForcedDrafter) else accept_greedy,
         clock=_clock(),
-        stop_token_ids=common.tokenizer(point["target"]).stop_token_ids if real else (),
+        stop_token_ids=common.tokenizer(common.model_source(point)).stop_token_ids if real else (),
     )
     return [
         _step_row(arm, generations, position, round_index) | {"draft_prefill_ms": started.start_ms if started else None}

@@ -17,9 +17,11 @@ from labkit.speculation import Draft, Request
 class RecordedTarget:
     """Says at each position what the recorded text says there. One prompt; logits are one-hot.
 
-    token_ids : prompt and output of a greedy generation. The loop must not run past its end: give
-        ``max_new_tokens`` = length of the recorded output.
+    token_ids : prompt and output of a greedy generation. The loop must not run past its end: give the
+        ``max_new_tokens`` and stop tokens of that generation.
     """
+
+    max_context_len = None
 
     def __init__(self, token_ids: Sequence[int], vocab_size: int):
         self._token_ids, self._vocab_size = list(token_ids), vocab_size

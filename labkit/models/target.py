@@ -45,8 +45,18 @@ class ModelTarget:
         self._row_of: dict[int, int] = {}
         self._views: dict[tuple[int, ...], PagedKVCache] = {}
 
+    @property
+    def max_context_len(self) -> int:
+        """Tokens per request that both the cache and the model's positions hold."""
+        return min(self.cache.max_context_len, self.decoder.shape.max_context_len)
+
     def start(self, requests: Sequence[Request]) -> Tensor:
-        """Prefill what the cache does not hold yet; logits of each last token [batch_size, vocab_size]."""
+        """Prefill what the cache does not hold yet; logits of each last token [batch_size, vocab_size].
+
+        Raises ValueError: more requests than the cache has rows.
+        """
+        if len(requests) > self.cache.batch_size:
+            raise ValueError(f"prompts: wanted at most batch_size={self.cache.batch_size}, got {len(requests)}")
         self._row_of = {request.index: row for row, request in enumerate(requests)}
         return torch.stack([self._prefill(row, request.token_ids) for row, request in enumerate(requests)])
 

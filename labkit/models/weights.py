@@ -13,7 +13,7 @@ from labkit.models.decoder import Decoder
 from labkit.models.gguf import dequantised_folder, smollm2_gguf
 from labkit.models.rope import RopeScaling
 from labkit.models.tokenizer import read_json
-from labkit.shapes import ModelShape, model_shape
+from labkit.shapes import ModelShape, model_shape, model_shapes
 
 DTYPES = ("float32", "bfloat16", "float16")
 FAMILY = ("llama", "qwen2", "qwen3")
@@ -49,14 +49,33 @@ def load_model(
     if str(model).startswith("random:"):
         shape = model_shape(str(model).removeprefix("random:"))
         return Decoder(str(model), shape, RandomWeights(seed, device), **options)
-    folder = dequantised_folder(smollm2_gguf()) if str(model) == "smollm2-135m" else Path(model)
-    if not folder.is_dir():
-        wanted = "'smollm2-135m', 'random:<shape>' or a folder with config.json and safetensors"
-        raise InputError(f"model must be {wanted}, got {str(model)!r}")
+    folder = model_folder(model)
     name = str(model) if str(model) == "smollm2-135m" else folder.resolve().name
     shape, rope_scaling = read_config(folder, name)
     weights = SafetensorsFolder(folder, expected_tensors(shape))
     return Decoder(name, shape, weights, rope_scaling=rope_scaling, **options)
+
+
+def model_folder(model: str | Path) -> Path:
+    """Folder of a local model; of ``"smollm2-135m"`` the cached one. Raises InputError: there is none."""
+    if str(model) == "smollm2-135m":
+        return dequantised_folder(smollm2_gguf())
+    if str(model) and Path(model).is_dir():
+        return Path(model)
+    hint = f"; that is a shape only, random:{model} runs it on random weights" if str(model) in model_shapes() else ""
+    wanted = "'smollm2-135m', 'random:<shape>' or a folder with config.json and safetensors"
+    raise InputError(f"model must be {wanted}, got {str(model)!r}{hint}")
+
+
+def check_model(model: str) -> ModelShape:
+    """Shape of the model of a folder, from its config and the headers of its weights, which are not read.
+
+    Raises InputError: as `load_model`.
+    """
+    folder = model_folder(model)
+    shape, _ = read_config(folder, folder.resolve().name)
+    SafetensorsFolder(folder, expected_tensors(shape))
+    return shape
 
 
 class RandomWeights:
