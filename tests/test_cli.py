@@ -10,7 +10,8 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from labkit.attention.api import _BACKENDS, available_backends
+from labkit.attention.api import available_backends
+from labkit.attention.registry import _BACKENDS
 from labkit.axes import parse_axes, parse_size
 from labkit.cli import main
 from labkit.errors import InputError
