@@ -14,6 +14,7 @@ from labkit import journal, sweep
 from labkit.check import check_run
 from labkit.errors import InputError
 from labkit.experiments import loop
+from labkit.experiments.launch import _remarks
 from labkit.progress import progress
 from labkit.provenance import collect
 from labkit.results import load_runs, read_sidecar
@@ -344,6 +345,7 @@ def test_calibration_is_stored_and_its_noise_floor_reaches_the_measure(go, monke
     result = go(contexts(0), sweep_points.measure_noise_floor, calibrate=True)
     assert read_sidecar(result.path)["calibration"] == {"read_gb_per_s": 7.0, "noise_floor_us": 2.0}
     assert set(load_runs("loop", result.path)["quality"]) == {"floor 2.0"}
+    assert _remarks(result) == ({}, {"floor 2.0": 1})  # what `labkit run` says at its end
     monkeypatch.setattr(sweep, "CALIBRATE", "tests.sweep_points:no_calibration")
     sidecar = read_sidecar(go(contexts(1), calibrate=True).path)
     assert sidecar["calibration"] is None
