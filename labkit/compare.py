@@ -207,6 +207,8 @@ class _Sorter:
         if _covers("calibration", field):
             if not any(_covers(rate, field) for rate in CALIBRATED_RATES):
                 return "incidental", "measured anew, no rate"
+            if field.replace("matrix_tflops_per_s", "matrix_spread") + ".size" in self.differing:
+                return "incidental", "measured with matrices of another size"
             if _close(a, b):
                 return "incidental", f"measured anew, within {CALIBRATION_TOLERANCE:.0%}"
         if last in MATCHED and isinstance(a, list) and isinstance(b, list) and set(map(repr, a)) & set(map(repr, b)):

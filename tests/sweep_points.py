@@ -41,6 +41,11 @@ def measure_local(point: dict[str, Any]) -> list[dict[str, Any]]:
     return rows(point)
 
 
+def measure_noise_floor(point: dict[str, Any]) -> dict[str, Any]:
+    """Samples whose quality tells the noise floor that came with the point."""
+    return {"samples": rows(point), "quality": f"floor {point['noise_floor_us']}"}
+
+
 def measure_with_fields(point: dict[str, Any]) -> dict[str, Any]:
     """Samples and what holds for all of them."""
     print("noise on standard output")
@@ -124,7 +129,7 @@ def measure_interrupted_once(point: dict[str, Any]) -> list[dict[str, Any]]:
 
 def fake_calibration(device: str) -> list[dict[str, Any]]:
     """What `labkit.calibrate.calibration_samples` gives, in a moment."""
-    return [{"read_gb_per_s": 7.0}]
+    return [{"read_gb_per_s": 7.0, "noise_floor_us": 2.0}]
 
 
 def no_calibration(device: str) -> list[dict[str, Any]]:

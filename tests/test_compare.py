@@ -190,6 +190,16 @@ def test_two_arms_of_one_run_are_paired_and_drift_cancels() -> None:
         assert found.ratios[name].to_numpy() == pytest.approx(1.25)
 
 
+@pytest.mark.parametrize(("size", "kind"), [(512, "unexplained"), (128, "incidental")])
+def test_matrix_rates_of_different_sizes_are_not_compared(size: int, kind: str) -> None:
+    sides = [
+        {"matrix_tflops_per_s": {"float32": rate}, "matrix_spread": {"float32": {"size": matrix}}}
+        for rate, matrix in ((0.02, 512), (0.0004, size))
+    ]
+    found = compare_runs(*(changed(calibration=side) for side in sides))
+    assert kinds(found)["calibration.matrix_tflops_per_s.float32"] == kind
+
+
 def test_unstable_samples_on_one_side_are_in_the_interval_already() -> None:
     rows_a, rows_b = planted(12.0, "a").assign(quality="ok"), planted(12.0, "b").assign(quality="unstable")
     assert kinds(compare_runs(SIDECAR, changed(), rows_a=rows_a, rows_b=rows_b))["rows.quality"] == "incidental"

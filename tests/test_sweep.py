@@ -13,6 +13,8 @@ import pytest
 from labkit import journal, sweep
 from labkit.check import check_run
 from labkit.errors import InputError
+from labkit.experiments import loop
+from labkit.experiments.launch import _remarks
 from labkit.progress import progress
 from labkit.provenance import collect
 from labkit.results import load_runs, read_sidecar
@@ -338,13 +340,23 @@ def test_full_disk_keeps_the_journal_whole(go, monkeypatch):
     assert go(points).num_measured == 3
 
 
-def test_calibration_is_stored(go, monkeypatch):
+def test_calibration_is_stored_and_its_noise_floor_reaches_the_measure(go, monkeypatch):
     monkeypatch.setattr(sweep, "CALIBRATE", "tests.sweep_points:fake_calibration")
-    assert read_sidecar(go(contexts(0), calibrate=True).path)["calibration"] == {"read_gb_per_s": 7.0}
+    result = go(contexts(0), sweep_points.measure_noise_floor, calibrate=True)
+    assert read_sidecar(result.path)["calibration"] == {"read_gb_per_s": 7.0, "noise_floor_us": 2.0}
+    assert set(load_runs("loop", result.path)["quality"]) == {"floor 2.0"}
+    assert _remarks(result) == ({}, {"floor 2.0": 1})  # what `labkit run` says at its end
     monkeypatch.setattr(sweep, "CALIBRATE", "tests.sweep_points:no_calibration")
     sidecar = read_sidecar(go(contexts(1), calibrate=True).path)
     assert sidecar["calibration"] is None
     assert sidecar["sessions"][0]["calibration_failed"] == "RuntimeError: no such device"
+
+
+@pytest.mark.parametrize(("floor", "quality"), [(None, "ok"), (50.0, "ok"), (200.0, "below noise floor")])
+def test_loop_steps_are_judged_against_the_noise_floor(floor, quality):
+    rows = [{"num_drafted_tokens": 0, "step_ms": 1.0}] * 3
+    loop._mark_quality(rows, floor)
+    assert {row["quality"] for row in rows} == {quality}
 
 
 def test_progress_lines(capsys, monkeypatch):

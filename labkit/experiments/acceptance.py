@@ -137,7 +137,7 @@ def prompt_tokens(point: dict[str, Any]) -> tuple[list[int], str]:
     try:
         context = workloads.build_context(prompt, point["context_len"], encode=encode, seed=0)
     except InputError as error:  # a long prompt does not fit a short context: this point, not the grid, is at fault
-        raise Unsupported(str(error)) from error
+        raise Unsupported(f"axis context_len: {error}") from error
     return list(context.token_ids), context.digest
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from labkit import axes
 from labkit.errors import InputError
 from labkit.experiments import acceptance, attention, common, loop
+from labkit.paths import cache_dir
 from labkit.sweep import RunResult
 
 MODULES: dict[str, ModuleType] = {"attention": attention, "acceptance": acceptance, "loop": loop}
@@ -32,6 +33,8 @@ def run_from_arguments(arguments: argparse.Namespace) -> int:
     module = MODULES[arguments.experiment]
     timeout_s = parse_duration(arguments.timeout, "--timeout")
     budget_s = None if arguments.budget is None else parse_duration(arguments.budget, "--budget")
+    if arguments.experiment != "attention" and not arguments.dry_run:
+        cache_dir()  # a folder that cannot be made is told before torch is loaded
     preset = common.auto_preset() if arguments.preset == "auto" else arguments.preset
     if preset not in module.PRESETS:
         raise InputError(f"preset {preset!r}: no such preset; the presets are auto, {', '.join(module.PRESETS)}")
