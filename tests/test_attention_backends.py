@@ -32,11 +32,17 @@ def test_dense_backends(generator, backend, q_len):
 
 
 @pytest.mark.parametrize("backend", ["flex", "sdpa_math"])
-@pytest.mark.parametrize(("context_len", "order"), [((130, 130), "permuted"), ((130, 20), "sequential")])
-def test_dense_backends_refuse_what_has_no_dense_view(generator, backend, context_len, order):
-    _, q, cache = make(generator, 2, context_len, order)
+def test_dense_backends_refuse_what_has_no_dense_view(generator, backend):
+    _, q, cache = make(generator, 2, (130, 130), "permuted")
     with pytest.raises(Unsupported, match="takes no page table"):
         prepare(q, cache, backend=backend)
+
+
+def test_ragged_batches_of_dense_backends(generator):
+    _, q, cache = make(generator, 2, (130, 20))
+    check(prepare(q, cache, backend="sdpa_math", spec=WITH_LSE), cache, WITH_LSE)
+    with pytest.raises(Unsupported, match="takes no page table"):
+        prepare(q, cache, backend="flex")
 
 
 @pytest.mark.parametrize("options", [{"window": 5}, {"tree": torch.tensor([[1, 3]])}])

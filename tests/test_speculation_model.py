@@ -50,7 +50,11 @@ def tiny_prompts(decoder, lengths=(5, 17, 1, 33)):
     return [torch.randint(0, vocab_size, (n,), generator=generator).tolist() * 2 for n in lengths]
 
 
-@pytest.mark.parametrize("backend", [name for name, reason in available_backends().items() if not reason])
+# FlexAttention takes equal lengths only, and requests advance by their own acceptance.
+BACKENDS = [name for name, reason in available_backends().items() if not reason and name != "flex"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("k", [1, 4])
 def test_every_backend_on_a_seeded_model(tiny, backend, k):
     prompts = tiny_prompts(tiny)

@@ -1,6 +1,6 @@
 """One kernel of ``scaled_dot_product_attention`` each: flash, mem-efficient, cuDNN, math.
 
-They take no page table, so the pages of the batch must follow each other (page_order sequential, equal lengths).
+They take no page table, so the pages of a request must follow each other (page_order sequential).
 """
 
 from typing import Any
@@ -41,9 +41,13 @@ def prepare(q: Tensor, cache: PagedKVCache, spec: AttentionSpec, *, kernel: SDPB
     Unsupported
         The pages do not follow each other; when run: the kernel refuses the call.
     """
-    if not cache.stacked_is_view() or len(set(cache.context_lens)) > 1:
-        raise Unsupported("scaled_dot_product_attention takes no page table: needs equal lengths and consecutive pages")
+    is_ragged = len(set(cache.context_lens)) > 1
+    consecutive = all(map(cache.is_view, range(cache.batch_size))) if is_ragged else cache.stacked_is_view()
+    if not consecutive:
+        raise Unsupported("scaled_dot_product_attention takes no page table: needs consecutive pages")
     if kernel is SDPBackend.FLASH_ATTENTION:
+        if is_ragged:
+            raise Unsupported("the causal mask of the flash kernel needs equal lengths")
         if spec.return_lse:
             raise Unsupported("scaled_dot_product_attention returns no lse")
         plain = _flash(q, cache, spec)
