@@ -95,6 +95,18 @@ class AttentionShape:
         dtype_bytes(self.q_dtype)
         dtype_bytes(str(self.kv_dtype))
 
+    def __str__(self) -> str:
+        """Short enough for a message: what differs from the usual is named."""
+        contexts = sorted(set(self.context_lens))
+        shown = "/".join(map(str, contexts[:4])) + ("/..." if len(contexts) > 4 else "")
+        parts = [f"batch {self.batch_size}, q_len {self.q_len}, context {shown}"]
+        parts.append(f"heads {self.num_qo_heads}/{self.num_kv_heads} x {self.head_dim}, page {self.page_size}")
+        parts.append(self.q_dtype if self.kv_dtype == self.q_dtype else f"{self.q_dtype} with {self.kv_dtype} KV")
+        parts += [] if self.mask == "causal" else [f"{self.mask} mask"]
+        parts += [] if self.window is None else [f"window {self.window}"]
+        parts += [f"shared prefix {self.shared_prefix_len}"] if self.shared_prefix_len else []
+        return ", ".join(parts)
+
     @property
     def group_size(self) -> int:
         """Query heads that share one KV head."""

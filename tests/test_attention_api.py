@@ -81,7 +81,7 @@ def test_output_is_poisoned_and_lse_only_on_request():
         (lambda q, c: prepare(q.repeat(1, 20, 1, 1), c, backend="sdpa"), "stay within max_context_len=32, got 0 .* 40"),
         (lambda q, c: prepare(q, c, backend="sdpa", out=q.double()), "out must be contiguous torch.float32"),
         (lambda q, c: prepare(q, c, backend="sdpa", spec=AttentionSpec(max_splits=0)), "max_splits must be at least 1"),
-        (lambda q, c: prepare(q.bfloat16(), c, backend="sdpa"), "'sdpa' does not support .*q and K/V in one of"),
+        (lambda q, c: prepare(q.bfloat16(), c, backend="sdpa"), "'sdpa' cannot do this: .*q and K/V in one of"),
         (lambda q, c: prepare(q, c, backend="sdpa").run(q[:, :1], 0, q), "q must have the prepared shape"),
         (lambda q, c: prepare(q, c, backend="sdpa").run(q, 0, q.mT.contiguous().mT), "out must be contiguous"),
     ],
@@ -115,7 +115,7 @@ def test_backend_file_with_a_module_or_a_call(tmp_path):
     file.write_text(PLUGIN)
     assert load_backend_file(file) == ["zeros"]
     q, cache = make(q_len=4)
-    with pytest.raises(Unsupported, match=r"'zeros' does not support .*needs q_len below 4"):
+    with pytest.raises(Unsupported, match=r"'zeros' cannot do this: needs q_len below 4 .asked: batch 1"):
         prepare(q, cache, backend="zeros")
     first = backend_digest("zeros")
     file.write_text(PLUGIN.replace("zero_()", "fill_(1)"))

@@ -99,7 +99,7 @@ class TestPlanted:
     def test_right_weights_wrong_values(self, dtype, seed):
         fault = located("scale_of_v", dtype, generator=torch.Generator().manual_seed(seed))
         assert fault.key_tile is None
-        assert "every 64-key tile gets its weight" in str(fault)
+        assert "the 64-key tiles share the weight rightly" in str(fault)
 
 
 def test_v_of_a_wrong_head(generator):

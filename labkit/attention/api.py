@@ -186,7 +186,7 @@ def prepare(
     if reason:
         if why := unusable(entry):
             raise BackendUnavailable(backend, why)
-        raise Unsupported(f"backend {backend!r} does not support {shape}: {reason}")
+        raise Unsupported(f"backend {backend!r} cannot do this: {reason} (asked: {shape})")
     if spec.max_splits is not None and spec.max_splits < 1:
         raise InputError(f"max_splits must be at least 1, got {spec.max_splits}")
     if spec.sm_scale is not None and not spec.sm_scale > 0:

@@ -203,4 +203,6 @@ def _wrong(backend: str, what: str, error: float, limit: float, request: int, di
     worst = int(difference.abs().nan_to_num(nan=math.inf).argmax())
     row, head = divmod(worst, difference.shape[1])
     where = f"request {request}, query row {row}, query head {head}"
-    raise WrongResult(f"backend {backend!r}: {what} {error:.2e} is above {limit:.2e}, worst at {where}")
+    size = "is not finite (NaN, infinity or rows left unwritten)" if math.isinf(error) else f"{error:.2e}"
+    above = "" if math.isinf(error) else f" is above {limit:.2e}"
+    raise WrongResult(f"backend {backend!r}: {what} {size}{above}, worst at {where}")

@@ -23,7 +23,7 @@ class Fault(NamedTuple):
     def __str__(self) -> str:
         where = f"request {self.request}, query head {self.head}, query row {self.query_row}"
         if self.key_tile is None:
-            return f"{where}: every {TILE}-key tile gets its weight, so values, scale of V or output layout are wrong"
+            return f"{where}: the {TILE}-key tiles share the weight rightly; look at values, scales, the sum of weights"
         first = self.key_tile * TILE
         return f"{where}: first wrong key tile {self.key_tile} (keys {first} to {first + TILE - 1})"
 

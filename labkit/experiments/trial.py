@@ -15,7 +15,7 @@ from labkit.axes import parse_axes
 from labkit.errors import InputError
 from labkit.experiments import attention, common
 from labkit.ratios import ratio_table
-from labkit.shapes import AttentionShape, model_shape
+from labkit.shapes import AttentionShape
 from labkit.style import format_tokens
 from labkit.worker import one_line, status_of
 
@@ -28,11 +28,11 @@ AXES: dict[str, common.Axes] = {
 
 def odd_shapes(model: str, q_dtype: str) -> list[AttentionShape]:
     """A few sizes at which kernels break: one key, a full page and a key more, ragged batches, a verify block."""
-    heads = model_shape(model)
+    num_qo_heads, num_kv_heads, head_dim = attention.heads_of(model)
     return [
         AttentionShape(
-            batch_size=len(contexts), q_len=q_len, context_len=contexts, num_qo_heads=heads.num_qo_heads,
-            num_kv_heads=heads.num_kv_heads, head_dim=heads.head_dim, page_size=page_size, q_dtype=q_dtype,
+            batch_size=len(contexts), q_len=q_len, context_len=contexts, num_qo_heads=num_qo_heads,
+            num_kv_heads=num_kv_heads, head_dim=head_dim, page_size=page_size, q_dtype=q_dtype,
         )
         for q_len, contexts, page_size in (
             (1, (0,), 16), (1, (127, 16, 300), 16), (5, (128, 0, 59), 1), (8, (1000, 333), 16), (17, (110, 0), 64),
