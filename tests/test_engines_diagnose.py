@@ -107,6 +107,18 @@ def test_given_names_win():
         diagnosed(text, model="nosuch")
 
 
+def test_long_requests_among_short_ones_are_no_stall():
+    line = "[2026-06-03 10:00:00] Decode batch, #running-req: 1, #token: {}, accept len: 2.80, cuda graph: True, "
+    line += "gen throughput (token/s): {:.2f}, #queue-req: 0\n"
+    contexts = ([1024] * 9 + [65536]) * 6
+    step = {context: 12 + 0.9 * context / 1000 for context in contexts}
+    for order in (contexts, contexts[::-1]):
+        records = list(Reader().read_text("".join(line.format(c, 2800 / step[c]) for c in order), "log"))
+        assert [r.step_ms for r in records] == pytest.approx([step[c] for c in order], rel=1e-3)
+    stalled = list(Reader().read_text("".join(line.format(1024, rate) for rate in (200, 200, 20, 200)), "log"))
+    assert [r.step_ms is None for r in stalled] == [False, False, True, False]
+
+
 def test_tensor_parallel_servers_read_their_share():
     text = log(ms_per_1k=20 * FLOOR).replace("version=", "tp_size=4, version=")
     assert diagnosed(text).slope_over_floor[0] == pytest.approx(80, rel=0.05)
@@ -201,6 +213,24 @@ def test_log_lines_name_backends():
     list(reader.read_text(text, "log"))
     assert (reader.server.version, reader.server.model) == ("0.33.0", "m")
     assert resolve_roles(reader.server)["verify"].backend == "FLASH_ATTN"
+
+
+SPECULATIVE = "{'method': 'eagle3', 'model': 'yuhuili/EAGLE3-LLaMA3.1-Instruct-8B', 'num_speculative_tokens': 3}"
+NON_DEFAULT = "non-default args: {'model': 'meta-llama/Llama-3.1-8B-Instruct', 'hosts': [], 'speculative_config': "
+NON_DEFAULT += SPECULATIVE + "}\n"
+CONFIG = (
+    "Initializing a V1 LLM engine (v0.33.0) with config: model='meta-llama/Llama-3.1-8B-Instruct', speculative_config="
+    "SpeculativeConfig(method='eagle3', model='yuhuili/EAGLE3-LLaMA3.1-Instruct-8B', num_spec_tokens=3), "
+    "dtype=torch.bfloat16, enforce_eager=False\n"
+)
+
+
+@pytest.mark.parametrize("text", [NON_DEFAULT, CONFIG])
+def test_the_drafter_is_not_the_target(text):
+    reader = Reader()
+    list(reader.read_text(text, "log"))
+    assert reader.server.model == "meta-llama/Llama-3.1-8B-Instruct"
+    assert reader.server.args["method"] == "eagle3"
 
 
 LAUNCH = (

@@ -546,6 +546,13 @@ def test_unknown_engine_and_folder(tmp_path, capsys):
     assert "wanted one of auto, sglang" in capsys.readouterr().err
 
 
+def test_out_that_is_no_folder(tmp_path, capsys):
+    path = tmp_path / "x.log"
+    path.write_text(f"{DECODE}\n")
+    assert main(["import", str(path), "--out", str(path)]) == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
 def test_command_line_json_text_and_out(tmp_path, capsys):
     path = tmp_path / "x.log"
     path.write_text(f"{DECODE}\n{DECODE}\n")

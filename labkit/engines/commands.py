@@ -29,7 +29,10 @@ def run_import(arguments: argparse.Namespace) -> None:
     logs = [path for path in arguments.files if path not in traces]
     steps, records = _steps(traces, reader), import_files(logs, reader=reader)
     if arguments.out:
-        arguments.out.mkdir(parents=True, exist_ok=True)
+        try:
+            arguments.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"out: wanted a folder, got {str(arguments.out)!r} ({error.strerror})") from error
         steps = _written(steps, arguments.out / "steps.jsonl") if traces else steps
         records = _written(records, arguments.out / "import.jsonl") if logs else records
     if arguments.json:

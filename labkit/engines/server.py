@@ -10,7 +10,9 @@ from typing import Any
 from labkit.engines.tables import formats
 from labkit.errors import InputError
 
-_ARGUMENT = re.compile(r"""['"]?(\w+)['"]?\s*[=:]\s*('[^']*'|"[^"]*"|[\w.+/-]+)""")
+_ARGUMENT = re.compile(
+    r"""(?:['"]?(\w++)['"]?\s*[=:]\s*)?(?:(\w*+[({\[<])|([)}\]>])|('[^']*'|"[^"]*"|[\w.+/-]++))""", re.ASCII
+)
 _ARGUMENT_LINES = {"server_args=": "sglang", "non-default args:": "vllm", "with config:": "vllm"}
 _GPU = re.compile(r"NVIDIA ([A-Z]{1,4}\d{2,4}\w*(?: \w+)?)|(RTX [\w ]{4,40}?)(?=[,;)]|$)")
 # Arguments that say nothing about cost may hold secrets and are not kept.
@@ -42,7 +44,7 @@ class Server:
         for mark, engine in _ARGUMENT_LINES.items():
             if mark in text:
                 self.engine = engine
-                self.take_args(dict(_ARGUMENT.findall(text.partition(mark)[2])))
+                self.take_args(arguments(text.partition(mark)[2]))
         for item in formats("server"):
             if match := item.pattern.search(text):
                 self.engine, self.changes = item.engine, self.changes + 1
@@ -81,6 +83,22 @@ class Server:
     def imposed(self) -> bool:
         """Whether the server was told which acceptance to have."""
         return any("synth" in name for name in self.args) or self.args.get("rejection_sample_method") == "synthetic"
+
+
+def arguments(text: str) -> dict[str, Any]:
+    """Arguments of a printed object or dict; those of a named inner one in a dict of its own."""
+    found: dict[str, Any] = {}
+    open_groups = [found]
+    for name, opened, closed, value in _ARGUMENT.findall(text):
+        if opened:
+            open_groups.append(open_groups[-1].setdefault(name, {}) if name else open_groups[-1])
+            if not isinstance(open_groups[-1], dict):  # the name came before with a plain value
+                open_groups[-1] = {}
+        elif closed and len(open_groups) > 1:
+            open_groups.pop()
+        elif name and value:
+            open_groups[-1][name] = value
+    return found
 
 
 def parse_launch(line: str, version: str | None) -> tuple[Server, list[str]]:

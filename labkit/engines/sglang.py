@@ -1,5 +1,6 @@
 """SGLang: decode lines of all generations, server info, meta_info, bench_serving."""
 
+import math
 import re
 import statistics
 from collections import defaultdict, deque
@@ -37,8 +38,17 @@ class _Rank:
 
     def __init__(self) -> None:
         self.prefill_lines = self.cached_tokens = self.from_idle = 0.0
-        self.recent: deque[float] = deque(maxlen=9)
+        self.recent: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=9))  # by octave of cached tokens
         self.last: datetime | None = None
+
+    def usual(self, octave: int) -> tuple[float, float]:
+        """The usual step near this many cached tokens (0: none yet), and how many times more tokens this is."""
+        near = min(self.recent, key=lambda key: abs(key - octave), default=octave)
+        return statistics.median(self.recent.get(near) or [0.0]), 2.0 ** (octave - near)
+
+    def num_recent(self) -> int:
+        """Windows to compare with."""
+        return sum(map(len, self.recent.values()))
 
 
 class Log:
@@ -81,17 +91,18 @@ class Log:
             record.details["cached_tokens"] = rank.cached_tokens
         batch, rate = record.batch_size, record.output_tokens_per_s
         step = 1000 * batch * (record.mean_acceptance_length or 1) / rate if batch and rate else None
-        usual = statistics.median(rank.recent) if rank.recent else None
+        octave = round(math.log2(max(record.details.get("kv_tokens", 0), 1)))
+        usual, growth = rank.usual(octave)  # a step grows at most as the tokens that it reads
         if rank.from_idle:
             _idle(record)
-        elif step and usual and step > _STALL * usual:
+        elif step and usual and step > _STALL * usual * max(growth, 1):
             record.details["stalled"] = True
             record.warn(f"this window took {step / usual:.0f} times the usual step: idle or stalled time is in it")
-        elif step and usual and len(rank.recent) == 1 and usual > _STALL * step and self.pending:
+        elif step and usual and rank.num_recent() == 1 and usual > _STALL * step * max(1 / growth, 1) and self.pending:
             _idle(self.pending[0])  # the first line of a log has nothing before it to compare with
             rank.recent.clear()
         if step and not record.details.get("stalled") and not record.details.get("after_idle"):
-            rank.recent.append(step)
+            rank.recent[octave].append(step)
         now = _moment(record.time)
         silence = (now - rank.last).total_seconds() if now and rank.last else 0
         if silence > _SILENT_S and record.prefill_mixed:
@@ -111,7 +122,7 @@ class Log:
                 record.details["fits"] = fits = fits or rate_forms(length, rate, range(2, 0 if given else 65))
                 self.forms = (self.forms & fits) or fits or self.forms
         undecided = len(self.forms) > 1 and any("fits" in record.details for record in self.pending)
-        alone = len(self.pending) == 1 and not any(len(rank.recent) > 1 for rank in self.ranks.values())
+        alone = len(self.pending) == 1 and not any(rank.num_recent() > 1 for rank in self.ranks.values())
         if at_end or len(self.pending) >= _MAX_PENDING or not (undecided or alone):
             waiting, self.pending = self.pending, []
             yield from (self._settle(record, given) for record in waiting)
