@@ -3,6 +3,7 @@
 import csv
 import json
 import random
+import re
 import threading
 from datetime import datetime, timedelta
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -13,6 +14,7 @@ from labkit.cli import main
 from labkit.engines.diagnose import diagnose, render
 from labkit.engines.importing import Reader
 from labkit.engines.recipes import plain, recipe
+from labkit.engines.record import Record
 from labkit.engines.roles import gpu_row, kernel, launch_findings, launch_notes, resolve_roles, rows_of, version_key
 from labkit.engines.server import Server, parse_launch
 from labkit.errors import InputError
@@ -84,6 +86,27 @@ def test_healthy_broken_and_eager():
     eager = diagnosed(log(ms_per_1k=1.2 * FLOOR, graph=False))
     assert eager.cause.startswith("launch overhead")
     assert "--cuda-graph-max-bs" in eager.next_step
+
+
+@pytest.mark.parametrize(("length", "wanted"), [(4.0, "acceptance is pinned"), (5.2, "none can be told")])
+@pytest.mark.parametrize("tree", [False, True])
+def test_pinned_and_contradictory_logs_are_not_healthy(length, wanted, tree):
+    text = re.sub(r"accept len: [\d.]+, accept rate: [\d.]+", f"accept len: {length:.2f}", log(ms_per_1k=20 * FLOOR))
+    if tree:
+        text = text.replace("topk=1", "topk=8").replace("draft_tokens=4", "draft_tokens=64")
+    found = diagnosed(text)
+    assert wanted in found.cause
+    assert any("pinned" in text for text in found.warnings) == (length == 4)
+    assert any("contradiction" in text for text in found.warnings) == (length > 4)
+
+
+def test_a_long_log_is_thinned_at_random(monkeypatch):
+    monkeypatch.setattr("labkit.engines.diagnose.MAX_WINDOWS", 500)
+    lengths = ([1.5] + [2.8] * 7) * 1000  # a request has eight windows
+    records = (Record("sglang", "", "window", "", mean_acceptance_length=length) for length in lengths)
+    found = diagnose(records, Server())
+    assert found.bands[0]["mean_acceptance_length"] == pytest.approx(sum(lengths) / 8000, abs=0.1)
+    assert "7500 of 8000 windows were left out, at random" in found.warnings
 
 
 def test_what_is_unknown_is_said():
@@ -178,6 +201,8 @@ def server(engine="sglang", version="0.5.21", gpu=None, named=None, **args):
             "inherited from prefill",
         ),
         (server(gpu="NVIDIA H200"), "decode", "fa3", "default of the table for NVIDIA H200"),
+        (server(gpu="h200-sxm", speculative_eagle_topk=8), "verify", "flashinfer", "topk above 1"),
+        (server(gpu="b200-hgx", speculative_eagle_topk=1), "verify", "trtllm_mha", "default of the table"),
         (server(gpu="NVIDIA H200", version="0.5.6"), "decode", "unknown", "unknown for this version and GPU"),
         (server(named={"default": "fa3"}), "verify", "fa3", "named by the log"),
         (server(named={"decode": "fa3", "prefill": "flashinfer"}), "verify", "flashinfer", "named by the log"),
@@ -246,6 +271,8 @@ LAUNCH += "--speculative-num-draft-tokens {}"
         (LAUNCH.format(3, 1, 4), "0.5.21", []),
         (LAUNCH.format(2, 2, 8), "0.5.21", ["hold 7 rows"]),
         (LAUNCH.format(3, 2, 8), "0.5.21", []),
+        (LAUNCH.format(5, 8, 64), "0.5.21", []),
+        (LAUNCH.format(5, 8, 500), "0.5.21", ["hold 265 rows"]),
         (
             LAUNCH.format(3, 1, 4) + " --speculative-draft-attention-backend fa3",
             "0.5.6",
@@ -270,10 +297,13 @@ def test_launch_lines(line, version, wanted):
     assert all(text in problem for text, problem in zip(wanted, found, strict=True))
 
 
-def test_launch_notes_tell_the_ceiling():
-    made, _ = parse_launch(LAUNCH.format(3, 1, 4), "0.5.21")
+@pytest.mark.parametrize(
+    ("settings", "ceiling"), [((3, 1, 4), 4), ((5, 8, 64), 6), ((5, 8, 4), 4), ((3, 1, 16), 4), ((5, 8, 500), 6)]
+)
+def test_launch_notes_tell_the_ceiling(settings, ceiling):
+    made, _ = parse_launch(LAUNCH.format(*settings), "0.5.21")
     notes = " ".join(launch_notes(made))
-    assert "at most 4" in notes
+    assert f"at most {ceiling}:" in notes
     assert "48" in notes
 
 

@@ -26,14 +26,15 @@ def check(record: Record, *, imposed: bool = False, graphs: set[bool] | None = N
 def _counts(record: Record) -> Iterator[str]:
     length, rates, k = record.mean_acceptance_length, record.acceptance_rate_per_pos, record.num_speculative_tokens
     drafted, accepted, steps = record.num_drafted_tokens, record.num_accepted_tokens, record.steps
+    most = record.details.get("draft_depth") or k  # of a tree one path is kept
     if length is not None and rates and abs(1 + sum(rates) - length) > _LENGTH + 0.0006 * len(rates):  # 1
         yield f"contradiction: 1 + sum of rates per position is {1 + sum(rates):.2f}, the length {length:.2f}"
     if rates and any(later > earlier + _RATE for earlier, later in itertools.pairwise(rates)):
         yield "contradiction: a rate per position is above that of the position before it"
     if length is not None and length < 1 - _LENGTH:
         yield f"contradiction: a length of {length:.2f} is below 1: no bonus in it, or counts of two scopes"
-    if length is not None and k and length > k + 1 + _LENGTH:
-        yield f"contradiction: a length of {length:.2f} is above k + 1 = {k + 1}"
+    if length is not None and most and length > most + 1 + _LENGTH:
+        yield f"contradiction: a length of {length:.2f} is above k + 1 = {most + 1}"
     if drafted is not None and accepted is not None and accepted > drafted:
         yield f"contradiction: {accepted} accepted of {drafted} drafted tokens"
     per_step = drafted / steps if drafted and steps and k else None
@@ -45,7 +46,7 @@ def _counts(record: Record) -> Iterator[str]:
     if length is not None and enough and not plain and length < 1.1:  # 2
         text = "almost no draft is kept: a broken draft path (head, quantisation, tokenizer), not a weak one"
         yield f"pinned acceptance: length {length:.2f}, {text}"
-    if length is not None and enough and k and length > k + 0.995:
+    if length is not None and enough and most and most + 0.995 < length <= most + 1 + _LENGTH:
         yield f"pinned acceptance: every draft is kept (length {length:.2f} = k + 1); the text may be garbage"
     output, again = (record.details.get(name) for name in ("output_tokens", "output_tokens_retokenized"))
     if output is not None and steps is not None and accepted is not None and record.scope in ("request", "run"):  # 4

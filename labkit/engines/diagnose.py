@@ -4,6 +4,8 @@ Decode windows are grouped by context. Length by band tells acceptance; a line t
 tells cost: its slope against one read of the KV cache at the GPU's peak. Intervals resample windows.
 """
 
+import math
+import random
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -20,7 +22,7 @@ from labkit.intervals import generator, percentile_interval, resampled_weights, 
 from labkit.shapes import ModelShape, model_shape, model_shapes
 
 MAX_WINDOWS, MIN_WINDOWS, RESAMPLES = 5000, 6, 1000
-STEEP, NEAR_FLOOR, BROKEN, FALLING = 3.0, 2.0, 1.1, 0.05
+STEEP, NEAR_FLOOR, BROKEN, FALLING, SLACK = 3.0, 2.0, 1.1, 0.05, 0.011
 Interval = tuple[float, float, float]
 
 
@@ -66,18 +68,22 @@ def diagnose(
 
     Raises InputError: a model that is not in ``model_shapes.csv``.
     """
-    kept, warnings, stride = list[Record](), Counter[str](), 1
-    for count, record in enumerate(records):
+    kept, warnings, count, chance = list[Record](), Counter[str](), 0, random.Random(0)
+    for record in records:
         warnings.update(record.warnings)
         server.engine = server.engine or record.engine
         server.version, server.model = server.version or record.engine_version, server.model or record.model
-        if record.mean_acceptance_length is not None and not record.details.get("plain") and count % stride == 0:
-            kept.append(record)
-        if len(kept) > MAX_WINDOWS:  # a long log is thinned evenly
-            kept, stride = kept[::2], stride * 2
+        if record.mean_acceptance_length is not None and not record.details.get("plain"):
+            count += 1
+            if count <= MAX_WINDOWS:
+                kept.append(record)
+            elif (place := chance.randrange(count)) < MAX_WINDOWS:  # each window is as likely to stay as any other
+                kept[place] = record
     found = Diagnosis(server.engine, server.version, model or server.model, gpu or server.gpu)
     found.roles = resolve_roles(server, found.gpu)
     found.warnings = [f"{n} x {text}" if n > 1 else text for text, n in warnings.most_common(10)]
+    if count > len(kept):
+        found.warnings.append(f"{count - len(kept)} of {count} windows were left out, at random")
     names = ["mean_acceptance_length", "context_len", "batch_size", "step_ms", "cuda_graph"]
     windows = pd.DataFrame([[getattr(r, name) for name in names] for r in kept], columns=names)
     # Windows of SGLang hold equal numbers of steps, so a request weighs as much as another.
@@ -89,7 +95,8 @@ def diagnose(
     found.model = f"{found.model} (shape {shape.name})" if shape else found.model
     num_gpus = server.number("tp_size", "tensor_parallel_size", "tp") or 1
     _cost(found, windows, shape, kv_dtype or server.args.get("kv_cache_dtype", ""), num_gpus)
-    _judge(found, windows, speculative_tokens(server))
+    sizes = Counter(record.num_speculative_tokens for record in kept if record.num_speculative_tokens)
+    _judge(found, windows, speculative_tokens(server) or (sizes.most_common(1)[0][0] if sizes else None))
     return found
 
 
@@ -169,6 +176,8 @@ def _judge(found: Diagnosis, windows: pd.DataFrame, k: int | None) -> None:
     holds = {
         "no_speculation": windows.empty,
         "broken_draft": length < BROKEN,
+        "contradiction": length > (k or math.inf) + 1 + SLACK,
+        "pinned": length > (k or math.inf) + 1 - SLACK,
         "verify_cost": ratio is not None and ratio[1] > STEEP,
         "falling_acceptance": found.acceptance == "falling with context",
         "eager": eager > 0.2 * len(windows),
@@ -180,6 +189,7 @@ def _judge(found: Diagnosis, windows: pd.DataFrame, k: int | None) -> None:
     unsplit = runs is not None and runs["kv_split"] == "no"
     words = {
         "length": length,
+        "ceiling": k and k + 1,
         "ratio": ratio[0] if ratio else None,
         "kernel": f"; {verify.backend} verifies without a KV split ({runs['note']})" if runs and unsplit else "",
         "flag": _other_backend(found, verify) if rule["finding"] == "verify_cost" else "",
@@ -190,8 +200,6 @@ def _judge(found: Diagnosis, windows: pd.DataFrame, k: int | None) -> None:
     found.cause, found.next_step = rule["cause"].format(**words), rule["next_step"].format(**words)
     if rule["finding"] == "verify_cost" and runs is None:
         found.unknown.append(f"which kernel {verify.backend} verifies with in version {found.engine_version}")
-    if k and length > k + 1.05:
-        found.warnings.append(f"contradiction: length {length:.2f} above k + 1 = {k + 1}")
     found.unknown.append("cost of a plain decode step: not in this log; --recipe all-reject gives it in two minutes")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from labkit.engines.server import Server
 from labkit.engines.tables import read_table
 
+_BLOCKS = ("NGRAM", "DFLASH", "DSPARK")  # their drafts are one block, whatever the number of steps
 ROLES = ("verify", "decode", "draft", "draft_extend", "prefill", "linear_decode", "linear_verify")
 
 
@@ -85,7 +86,9 @@ def _resolve(row: dict[str, str], server: Server, found: dict[str, Role], gpu: s
         if source == "default" and name in server.named:
             return Role(server.named[name], how)
     if source == "default":
-        rows = [row for row in rows_of(server.engine, "default", server.version) if _fits(row, gpu)]
+        tree = any((server.number(name) or 1) > 1 for name in ("speculative_eagle_topk", "page_size"))
+        rows = rows_of(server.engine, "default", server.version)
+        rows = [row for row in rows if _fits(row, gpu) and row["inherits"] != ("chain" if tree else "tree")]
         if len({row["value"] for row in rows}) == 1:
             note = rows[0]["note"] or "no note"
             return Role(rows[0]["value"], f"default of the table for {gpu or 'every GPU'}: {note}")
@@ -104,11 +107,16 @@ def kernel(server: Any, backend: str, role: str = "verify") -> dict[str, str] | 
     return rows[0] if len({row["kv_split"] for row in rows}) == 1 else None
 
 
-def speculative_tokens(server: Server) -> int | None:
-    """k of a server's arguments: SGLang's num-draft-tokens counts the root, the others do not."""
-    rows = server.number("speculative_num_draft_tokens", "speculative_dflash_block_size")
+def speculative_tokens(server: Server, rows: bool = False) -> int | None:
+    """Drafts that a step can keep, k; for a tree that is its depth. ``rows``: what a step verifies without the root."""
+    # SGLang's num-draft-tokens counts the root, the others do not.
+    given = server.number("speculative_num_draft_tokens", "speculative_dflash_block_size")
+    drafts = given - 1 if given else None
+    if (depth := server.number("speculative_num_steps")) and server.args.get("speculative_algorithm") not in _BLOCKS:
+        chain = server.number("speculative_eagle_topk") in (None, 1)
+        return (depth if chain else drafts) if rows else min(depth, drafts or depth)
     others = server.number("num_speculative_tokens", "spec_draft_n_max", "max_draft_len", "num_spec_tokens")
-    return rows - 1 if rows else others
+    return others if drafts is None else drafts
 
 
 def launch_findings(server: Server, flags: list[str]) -> Iterator[str]:
@@ -123,15 +131,18 @@ def launch_findings(server: Server, flags: list[str]) -> Iterator[str]:
             yield f"{flag}: not a flag of {engine} {version}; {text}"
     names = ("num_steps", "eagle_topk", "num_draft_tokens")
     steps, topk, rows_given = (server.number(f"speculative_{name}") for name in names)
-    chain = topk in (None, 1) and args.get("speculative_algorithm") not in ("NGRAM", "DFLASH", "DSPARK")
-    tree = sum(topk**i for i in range(steps + 1)) if steps and topk and steps < 32 else None
+    chain = topk in (None, 1) and args.get("speculative_algorithm") not in _BLOCKS
+    # Each level of a tree keeps topk nodes and tries topk children of each.
+    tree = 1 + topk + (steps - 1) * topk**2 if steps and topk else None
     most = steps + 1 if steps and chain else tree
     if most and rows_given and (rows_given > most or (chain and rows_given != most)):
-        text = (
-            f"{steps} steps with topk {topk or 1} hold {most} rows, root counted, the ceiling of the acceptance length"
-        )
+        text = f"{steps} steps with topk {topk or 1} hold {most} rows, root counted"
         yield f"--speculative-num-draft-tokens {rows_given}: {text}"
-    k, batch, graph = speculative_tokens(server), server.number("max_running_requests", "max_num_seqs"), server.number
+    k, batch, graph = (
+        speculative_tokens(server, rows=True),
+        server.number("max_running_requests", "max_num_seqs"),
+        server.number,
+    )
     if (size := graph("max_cudagraph_capture_size")) and batch and k and size < batch * (k + 1):
         yield f"--max-cudagraph-capture-size {size}: below batch x q_len = {batch} x {k + 1}; those steps run eager"
     if (size := graph("cuda_graph_max_bs")) and batch and size < batch:
@@ -141,7 +152,7 @@ def launch_findings(server: Server, flags: list[str]) -> Iterator[str]:
 def launch_notes(server: Server) -> Iterator[str]:
     """What follows from the arguments and is no mistake."""
     if k := speculative_tokens(server):
-        yield f"acceptance length is at most {k + 1}: {k} drafts per step and the bonus token"
+        yield f"acceptance length is at most {k + 1}: {k} drafts on a path and the bonus token"
     if (
         server.engine == "sglang"
         and "speculative_algorithm" in server.args

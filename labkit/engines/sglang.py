@@ -9,6 +9,7 @@ from datetime import datetime
 from typing import Any
 
 from labkit.engines.record import Record
+from labkit.engines.roles import speculative_tokens
 from labkit.engines.server import Server
 from labkit.engines.tables import from_histogram, number, numbers
 
@@ -148,6 +149,8 @@ class Log:
         k, length = record.num_speculative_tokens, record.mean_acceptance_length
         if k and length and record.draft_acceptance_rate is None and fits != set():
             record.draft_acceptance_rate = (length - 1) / k
+        if (depth := speculative_tokens(self.server)) and k and depth < k:  # of a tree one path is kept
+            record.details["draft_depth"] = depth
         return record.derive()
 
 
@@ -195,6 +198,10 @@ def server_info(record: Record, node: Mapping[str, Any]) -> None:
         record.warn(f"{text}; their verify counts are not given, so the lengths cannot be pooled")
     rows = number(node.get("speculative_num_draft_tokens"))
     record.num_speculative_tokens = round(rows) - 1 if rows else None
+    server = Server()
+    server.take_args(node)
+    if (depth := speculative_tokens(server)) and rows and depth < rows - 1:
+        record.details["draft_depth"] = depth
 
 
 def bench(record: Record, node: Mapping[str, Any]) -> None:
