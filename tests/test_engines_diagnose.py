@@ -4,6 +4,7 @@ import csv
 import json
 import random
 import re
+import shlex
 import threading
 from datetime import datetime, timedelta
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -15,7 +16,16 @@ from labkit.engines.diagnose import diagnose, render
 from labkit.engines.importing import Reader
 from labkit.engines.recipes import plain, recipe
 from labkit.engines.record import Record
-from labkit.engines.roles import gpu_row, kernel, launch_findings, launch_notes, resolve_roles, rows_of, version_key
+from labkit.engines.roles import (
+    gpu_row,
+    kernel,
+    known_flags,
+    launch_findings,
+    launch_notes,
+    resolve_roles,
+    rows_of,
+    version_key,
+)
 from labkit.engines.server import Server, parse_launch
 from labkit.errors import InputError
 from labkit.paths import REFERENCE
@@ -210,6 +220,7 @@ def server(engine="sglang", version="0.5.21", gpu=None, named=None, **args):
         (server("vllm", "0.33.0", attention_backend="TRITON_ATTN"), "draft", "unknown", "picked automatically"),
         (server("vllm", "0.33.0", speculative_config={"attention_backend": "X"}), "draft", "X", "given"),
         (server("vllm", "0.33.0", gpu="NVIDIA B200"), "verify", "FLASHINFER", "default of the table"),
+        (server("vllm", "0.15.1", named={"default": "FLASH_ATTN"}), "verify", "FLASH_ATTN", "named by the log"),
         (server("llamacpp", None), "verify", "unknown", "picked automatically"),
         (server("trtllm", "1.2"), "verify", "TRTLLM", "default"),
         (server("trtllm", "1.2"), "draft", "unknown", "unknown for this version"),
@@ -317,12 +328,38 @@ def test_bad_launch_lines(line):
 
 @pytest.mark.parametrize("name", ["all-reject", "k-sweep", "backend-ab"])
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
-def test_recipes_are_printed_with_the_replay(name, engine):
+def test_recipes_are_printed_with_the_bench_tool(name, engine):
     lines = recipe(name, server(engine, "0.33.0", attention_backend="fa3"), None)
     commands = [line for line in lines if not line.startswith("#")]
     assert commands[1::2] == [commands[1]] * (len(commands) // 2)
-    assert commands[1].startswith("labkit replay --base-url")
+    assert commands[1].startswith({"sglang": "python -m sglang.bench_serving", "vllm": "vllm bench serve"}[engine])
+    assert "labkit" not in " ".join(lines)
     assert {"all-reject": "1", "k-sweep": "8", "backend-ab": "flashinfer"}[name] in " ".join(commands).lower()
+
+
+@pytest.mark.parametrize("text", [NON_DEFAULT, CONFIG, None])
+@pytest.mark.parametrize("name", ["all-reject", "k-sweep", "backend-ab"])
+def test_recipes_of_vllm_are_valid_launch_lines(text, name):
+    launch = None
+    if text:
+        reader = Reader()
+        list(reader.read_text(text, "log"))
+        made = reader.server
+    else:
+        settings = '{"method": "eagle3", "model": "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", "num_speculative_tokens": 3}'
+        launch = f"vllm serve meta-llama/Llama-3.1-8B-Instruct --speculative-config '{settings}'"
+        made, _ = parse_launch(launch, "0.33.0")
+    lines = [shlex.split(line) for line in recipe(name, made, launch) if line.startswith("vllm serve")]
+    for words in lines:
+        assert words[2] == "meta-llama/Llama-3.1-8B-Instruct"
+        assert {word for word in words if word.startswith("-")} <= known_flags("vllm")
+        assert not {"torch.bfloat16", "SpeculativeConfig"} & set(words)
+    found = [json.loads(words[words.index("--speculative-config") + 1]) for words in lines if "method" in str(words)]
+    assert len(found) < len(lines)  # the baseline is plain
+    for settings in found:
+        assert settings["method"] == "eagle3"
+        assert settings["model"] == "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"
+        assert settings["num_speculative_tokens"] in ((1, 2, 4, 8) if name == "k-sweep" else (3,))
 
 
 def test_recipe_from_a_launch_line():
@@ -331,6 +368,7 @@ def test_recipe_from_a_launch_line():
     lines = recipe("all-reject", made, line)
     assert lines[2] == f"SGLANG_SIMULATE_ACC_LEN=1.0 {line}"
     assert "sglang serve --model-path m --attention-backend fa3" in lines
+    assert plain("llama-server -m a -md b --spec-draft-n-max 3 -c 1") == "llama-server -m a -c 1"
     assert plain("X=1 vllm serve m --speculative-config '{}' --port 1") == "X=1 vllm serve m --port 1"
     with pytest.raises(InputError, match="recipe: wanted"):
         recipe("nosuch", made, line)

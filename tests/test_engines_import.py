@@ -418,6 +418,27 @@ def test_imposed_acceptance_is_forced(tmp_path):
     assert record.origin == "forced"
 
 
+def test_backend_that_is_not_told_is_null(tmp_path):
+    lines = "Initializing a V1 LLM engine (v0.{}.0) with config: model='m'\n"
+    lines += "Using FLASH_ATTN attention backend out of potential backends: ['FLASH_ATTN', 'FLASHINFER'].\n"
+    for version in (15, 33):
+        (record,) = records_of(tmp_path, lines.format(version) + FORMS["vllm 0.9"][0] + "\n")
+        assert (record.backend["verify"], record.backend["decode"]) == ("FLASH_ATTN", "FLASH_ATTN")
+        assert record.backend["draft"] == {15: "FLASH_ATTN", 33: None}[version]  # inherited; picked again, not printed
+
+
+def test_llamacpp_rates_are_over_the_steps_with_a_draft(tmp_path):
+    text, _ = FORMS["llama.cpp slot, new"]
+    eval_time = "slot print_timing: id  0 | task 7 |        eval time =   10020.00 ms /   {} tokens\n"
+    (longer,) = records_of(tmp_path, eval_time.format(661) + text + "\n")  # 100 steps without a draft
+    assert longer.mean_acceptance_length == pytest.approx(1 + 360 / 300)
+    assert longer.warnings == []
+    (wrong,) = records_of(tmp_path, eval_time.format(501) + text + "\n")
+    assert any("contradiction" in warning for warning in wrong.warnings)
+    (wrong,) = records_of(tmp_path, eval_time.format(661) + text.replace("0.800", "0.900") + "\n")
+    assert any("sum of rates" in warning for warning in wrong.warnings)
+
+
 def test_degenerate_text(tmp_path):
     (record,) = records_of(tmp_path, json.dumps(BENCH | {"total_output_tokens_retokenized": 250}))
     assert any("degenerate text" in text for text in record.warnings)

@@ -19,6 +19,11 @@ class Role:
     backend: str
     how: str
 
+    @property
+    def known(self) -> str | None:
+        """The backend, None where it is unknown."""
+        return None if self.backend == "unknown" else self.backend
+
 
 def version_key(text: str | None) -> tuple[int, ...]:
     """The leading numbers of a version, three of them: ``0.5.15.post1`` -> (0, 5, 15). Empty where there is none."""
@@ -41,6 +46,12 @@ def rows_of(engine: str, kind: str, version: str | None, **wanted: str) -> list[
     return found
 
 
+def known_flags(engine: str) -> set[str]:
+    """Every flag of an engine in the table, of any version."""
+    rows = (row for row in read_table("engine_flags.csv") if row["engine"] == engine)
+    return {flag for row in rows for flag in row["flag"].split("|") if flag}
+
+
 def gpu_row(gpu: str | None) -> dict[str, str] | None:
     """The row of ``gpu_peaks.csv`` for a product name such as ``NVIDIA H200`` or a slug such as ``h200-sxm``."""
     words = set(re.findall(r"[a-z0-9]+", (gpu or "").lower()))
@@ -61,6 +72,9 @@ def resolve_roles(server: Server, gpu: str | None = None) -> dict[str, Role]:
     found: dict[str, Role] = {}
     for role in ("prefill", "decode", *ROLES):
         rows = rows_of(server.engine, "role", server.version, role=role)
+        if not rows and server.named:  # not read for this version: a rule that is the same in all that were read
+            every = rows_of(server.engine, "role", None, role=role)
+            rows = every if {row["inherits"] for row in every} == {"default"} else []
         used = not role.startswith("linear") or any("linear" in name for name in (*server.args, *server.named))
         if role in server.named:
             found[role] = Role(server.named[role], "named by the log")

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from labkit.engines.reading import load_json
 from labkit.engines.tables import formats
 from labkit.errors import InputError
 
@@ -21,6 +22,10 @@ _KEPT = re.compile(
     r"|tp_size|tensor_parallel|max_running|max_num_seqs|context_length|max_model_len|quantization|synthetic|rejection"
 )
 
+_SETTING = re.compile(
+    r"method|model|num_speculative_tokens|parallel_drafting|quantization|kv_cache_dtype|disable_padded_drafter_batch"
+    r"|(?:prompt_lookup|suffix|synthetic|draft|rejection|attention|moe)_\w+"
+)
 _PROGRAMS = {"sglang": "sglang", "vllm": "vllm", "llama-": "llamacpp", "trtllm": "trtllm"}
 _ENVIRONMENT = re.compile(r"([A-Z][A-Z0-9_]+)=(.*)")
 
@@ -35,6 +40,7 @@ class Server:
     gpu: str | None = None
     args: dict[str, str] = field(default_factory=dict)
     named: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)  # vLLM's speculative_config, to print it again
     changes: int = 0
 
     def take_line(self, text: str) -> bool:
@@ -64,7 +70,9 @@ class Server:
         for name, value in args.items():
             text = str(value).strip("'\"")
             if isinstance(value, dict):  # the drafter's backend and model are not the target's
-                own = ("model", "backend", "attention_backend")
+                own = ("model", "backend", "attention_backend", "quantization", "kv_cache_dtype", "max_model_len")
+                if name == "speculative_config":
+                    self._take_settings(value)
                 self.take_args({f"{name}.{inner}" if inner in own else inner: text for inner, text in value.items()})
             elif text in ("None", "", "null") or isinstance(value, list):
                 continue
@@ -74,6 +82,15 @@ class Server:
                 self.version = text[:60]
             elif _KEPT.search(name):
                 self.args[name] = text[:200]
+
+    def _take_settings(self, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            key = "num_speculative_tokens" if name == "num_spec_tokens" else name
+            text = value.strip("'\"") if isinstance(value, str) else value
+            if _SETTING.fullmatch(key) and text not in ("None", None) and not isinstance(value, dict):
+                plain = isinstance(text, str) and text == value  # not quoted: a number or a truth value, if it is one
+                known = load_json(text.lower()) if plain else None
+                self.settings[key] = text if known is None else known
 
     def number(self, *names: str) -> int | None:
         """The first of these arguments that is a whole number."""
