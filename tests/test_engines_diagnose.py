@@ -95,7 +95,9 @@ def test_healthy_broken_and_eager():
     assert "broken rather than slow" in broken.cause
     eager = diagnosed(log(ms_per_1k=1.2 * FLOOR, graph=False))
     assert eager.cause.startswith("launch overhead")
-    assert "--cuda-graph-max-bs" in eager.next_step
+    assert eager.next_step.startswith("look for --disable-cuda-graph")
+    some = diagnosed(log(ms_per_1k=1.2 * FLOOR, graph=False).replace("graph: False", "graph: True", 100))
+    assert some.next_step.startswith("raise --cuda-graph-max-bs")
 
 
 @pytest.mark.parametrize(("length", "wanted"), [(4.0, "acceptance is pinned"), (5.2, "none can be told")])
@@ -297,7 +299,21 @@ LAUNCH += "--speculative-num-draft-tokens {}"
             "0.33.0",
             ["below batch x q_len = 64 x 8"],
         ),
-        ("llama-server -m m.gguf --draft-max 4", "9030", ["now --spec-draft-n-max"]),
+        ("llama-server -m m.gguf --draft-max 4", "6123", []),
+        (LAUNCH.format("x", -1, 4), "0.5.21", ["eagle_topk: wanted a whole", "num_steps: wanted a whole"]),
+        (
+            'vllm serve m --speculative-config \'{"num_speculative_tokens": "abc"}\'',
+            "0.33.0",
+            ["wanted a whole number"],
+        ),
+        (
+            "vllm serve m --compilation-config '{\"cudagraph_capture_sizes\":[1,2,4,8]}' --max-num-seqs 64",
+            "0.33.0",
+            ["largest CUDA graph 8: below batch x q_len = 64 x 1"],
+        ),
+        ("sglang serve --model-path m --disable-cuda-graph", "0.5.21", ["without a CUDA graph"]),
+        ("sglang serve --model-path m --attention-backend fa9", "0.5.21", ["fa9: no backend"]),
+        ("sglang serve --model-path m --speculative-num-step 3", "0.5.21", ["--speculative-num-steps is"]),
         ("llama-server -m m.gguf --spec-draft-n-max 4", "9030", []),
     ],
 )
@@ -313,9 +329,34 @@ def test_launch_lines(line, version, wanted):
 )
 def test_launch_notes_tell_the_ceiling(settings, ceiling):
     made, _ = parse_launch(LAUNCH.format(*settings), "0.5.21")
-    notes = " ".join(launch_notes(made))
+    notes = " ".join(launch_notes(made, []))
     assert f"at most {ceiling}:" in notes
     assert "48" in notes
+
+
+@pytest.mark.parametrize(
+    ("line", "version", "flag"),
+    [
+        ("sglang serve --model-path m --specultive-foo 3", "0.5.21", "--specultive-foo"),
+        ("vllm serve m --foo", "0.33.0", "--foo"),
+        ("sglang serve --model-path m --speculative-draft-attention-backend fa3", "0.5.10", "--speculative-draft-att"),
+        ("llama-server -m m.gguf --draft-max 4", "6123", "--draft-max"),
+        ("llama-server -m m.gguf --draft-max 4", None, "--draft-max"),
+    ],
+)
+def test_flags_that_are_not_known_are_said_to_be(line, version, flag):
+    made, flags = parse_launch(line, version)
+    assert [text.startswith(flag) and "unknown for this version" in text for text in launch_notes(made, flags)] == [
+        True
+    ]
+
+
+@pytest.mark.parametrize("option", [("--engine-version", "banana"), ("--gpu", "H300"), ("--kv-dtype", "foo")])
+def test_options_that_mean_nothing(capsys, option):
+    assert main(["diagnose", "--launch", "vllm serve m", *option]) == 2
+    error = capsys.readouterr().err
+    assert option[0].strip("-") in error
+    assert "h200-sxm" in error or option[0] != "--gpu"
 
 
 @pytest.mark.parametrize(

@@ -180,6 +180,7 @@ def _judge(found: Diagnosis, windows: pd.DataFrame, k: int | None) -> None:
         "pinned": length > (k or math.inf) + 1 - SLACK,
         "verify_cost": ratio is not None and ratio[1] > STEEP,
         "falling_acceptance": found.acceptance == "falling with context",
+        "all_eager": eager == len(windows),
         "eager": eager > 0.2 * len(windows),
         "fixed_cost": ratio is not None and ratio[2] < NEAR_FLOOR,
         "between": ratio is not None,

@@ -66,7 +66,7 @@ def _flags(server: Server) -> list[str]:
     known, found = known_flags(server.engine), list[str]()
     for key, text in server.args.items():
         flag = next((flag for flag in (f"--{key.replace('_', '-')}", f"--{key}") if flag in known), "")
-        if flag and text.lower() != "false":
+        if flag and text.lower() != "false" and " " not in text:
             found.append(flag if text.lower() == "true" else f"{flag} {shlex.quote(text.removeprefix('torch.'))}")
     return found
 

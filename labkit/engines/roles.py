@@ -1,5 +1,7 @@
 """Which flag moves which role, by ``data/reference/engine_flags.csv``; roles of a server, and how each was resolved."""
 
+import difflib
+import fnmatch
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,6 +11,10 @@ from labkit.engines.server import Server
 from labkit.engines.tables import read_table
 
 _BLOCKS = ("NGRAM", "DFLASH", "DSPARK")  # their drafts are one block, whatever the number of steps
+_WHOLE = {f"speculative_{name}" for name in ("num_steps", "eagle_topk", "num_draft_tokens")} | {
+    *("num_speculative_tokens", "spec_tokens", "spec_draft_n_max", "max_draft_len", "max_num_seqs", "page_size"),
+    *("max_running_requests", "cuda_graph_max_bs", "max_cudagraph_capture_size", "tp_size", "tensor_parallel_size"),
+}
 ROLES = ("verify", "decode", "draft", "draft_extend", "prefill", "linear_decode", "linear_verify")
 
 
@@ -135,14 +141,20 @@ def speculative_tokens(server: Server, rows: bool = False) -> int | None:
 
 def launch_findings(server: Server, flags: list[str]) -> Iterator[str]:
     """What is inconsistent in the arguments of a launch line, in plain words."""
-    engine, version, args = server.engine, server.version, server.args
-    for flag in flags:
-        known = (row for row in read_table("engine_flags.csv") if row["engine"] == engine)
-        rows = [row for row in known if flag in row["flag"].split("|")]
-        if rows and not any(row in rows_of(engine, row["kind"], version) for row in rows):
-            ranges = ", ".join(sorted({f"{row['version_from']} to {row['version_to']}" for row in rows}))
-            text = rows[0]["note"] if rows[0]["role"] == "removed" else f"known for {ranges}"
-            yield f"{flag}: not a flag of {engine} {version}; {text}"
+    args = server.args
+    yield from _flag_texts(server, flags)[0]
+    for name in sorted(_WHOLE & args.keys()):
+        if not (args[name].isdecimal() and int(args[name])):
+            yield f"{name}: wanted a whole number of at least 1, got {args[name]!r}"
+    known = [
+        name for row in rows_of(server.engine, "setting", None, role="backends") for name in row["value"].split("|")
+    ]
+    for name in (name for name in args if name.endswith("attention_backend")):
+        if known and not any(fnmatch.fnmatch(args[name].lower(), pattern.lower()) for pattern in known):
+            yield f"{name} {args[name]}: no backend of the versions read; they have {', '.join(known)}"
+    for name in {"disable_cuda_graph", "enforce_eager"} & args.keys():
+        if args[name].lower() == "true":
+            yield f"--{name.replace('_', '-')}: every step runs without a CUDA graph and pays its launches"
     names = ("num_steps", "eagle_topk", "num_draft_tokens")
     steps, topk, rows_given = (server.number(f"speculative_{name}") for name in names)
     chain = topk in (None, 1) and args.get("speculative_algorithm") not in _BLOCKS
@@ -157,14 +169,39 @@ def launch_findings(server: Server, flags: list[str]) -> Iterator[str]:
         server.number("max_running_requests", "max_num_seqs"),
         server.number,
     )
-    if (size := graph("max_cudagraph_capture_size")) and batch and k and size < batch * (k + 1):
-        yield f"--max-cudagraph-capture-size {size}: below batch x q_len = {batch} x {k + 1}; those steps run eager"
+    sizes = [int(text) for text in args.get("cudagraph_capture_sizes", "").split() if text.isdecimal()]
+    size, q_len = graph("max_cudagraph_capture_size") or max(sizes, default=None), (k or 0) + 1
+    if size and batch and size < batch * q_len:
+        yield f"largest CUDA graph {size}: below batch x q_len = {batch} x {q_len}; those steps run eager"
     if (size := graph("cuda_graph_max_bs")) and batch and size < batch:
         yield f"--cuda-graph-max-bs {size}: below {batch} running requests; larger batches run eager"
 
 
-def launch_notes(server: Server) -> Iterator[str]:
+def _flag_texts(server: Server, flags: list[str]) -> tuple[list[str], list[str]]:
+    """Flags that this version does not have or that are misspelt; flags of which it is unknown."""
+    engine, wrong, unknown = server.engine, list[str](), list[str]()
+    read = {version_key(v) for row in rows_of(engine, "setting", None, role="read") for v in row["value"].split("|")}
+    known = known_flags(engine)
+    for flag in flags:
+        rows = [row for row in read_table("engine_flags.csv") if row["engine"] == engine]
+        rows = [row for row in rows if flag in row["flag"].split("|")]
+        gone = next((row["note"] for row in rows if row["role"] == "removed"), "")
+        ranges = ", ".join(sorted({f"{row['version_from']} to {row['version_to']}" for row in rows}))
+        if not rows and (close := difflib.get_close_matches(flag, known, 1, 0.85)):
+            wrong.append(f"{flag}: no flag in the table for {engine}; {close[0]} is")
+        elif not rows and "." not in flag and not (flag.startswith("--no-") and f"--{flag[5:]}" in known):
+            unknown.append(f"{flag}: unknown for this version, not in the table of flags; it was not checked")
+        elif gone or (rows and not any(row in rows_of(engine, row["kind"], server.version) for row in rows)):
+            if version_key(server.version) in read:
+                wrong.append(f"{flag}: not a flag of {engine} {server.version}; {gone or f'known for {ranges}'}")
+            else:
+                unknown.append(f"{flag}: unknown for this version; {gone or f'known for {ranges}'}")
+    return wrong, unknown
+
+
+def launch_notes(server: Server, flags: list[str]) -> Iterator[str]:
     """What follows from the arguments and is no mistake."""
+    yield from _flag_texts(server, flags)[1]
     if k := speculative_tokens(server):
         yield f"acceptance length is at most {k + 1}: {k} drafts on a path and the bonus token"
     if (

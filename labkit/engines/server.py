@@ -74,6 +74,8 @@ class Server:
                 if name == "speculative_config":
                     self._take_settings(value)
                 self.take_args({f"{name}.{inner}" if inner in own else inner: text for inner, text in value.items()})
+            elif isinstance(value, list) and name == "cudagraph_capture_sizes":
+                self.args[name] = " ".join(map(str, value[:1000]))
             elif text in ("None", "", "null") or isinstance(value, list):
                 continue
             elif name in ("model_path", "model"):
@@ -127,12 +129,13 @@ def parse_launch(line: str, version: str | None) -> tuple[Server, list[str]]:
         words = shlex.split(line.replace("\\\n", " "))
     except ValueError as error:
         raise InputError(f"launch: wanted a shell command, got {error}") from error
-    engine = next((name for mark, name in _PROGRAMS.items() for word in words if mark in word), "")
+    places = ((name, i) for mark, name in _PROGRAMS.items() for i, word in enumerate(words) if mark in word)
+    engine, program = next(places, ("", 0))
     if not engine:
         raise InputError(f"launch: wanted a command of {', '.join(_PROGRAMS.values())}, got {line[:60]!r}")
     values: dict[str, Any] = {match[1]: match[2] for word in words if (match := _ENVIRONMENT.fullmatch(word))}
     flags = list(values)
-    for word, after in zip(words, [*words[1:], ""], strict=True):
+    for word, after in zip(words[program:], [*words[program + 1 :], ""], strict=True):
         if word.startswith("--") or re.fullmatch(r"-[a-z]{1,4}", word):
             name, _, value = word.partition("=")
             flags.append(name)
