@@ -76,7 +76,7 @@ def test_verify_cost_is_found_with_its_size_and_flag():
     assert "verify cost" in found.cause
     assert "without a KV split" in found.cause
     assert found.next_step.startswith("--attention-backend flashinfer")
-    assert found.roles["verify"].how == "inherited from prefill (given (--attention-backend))"
+    assert found.roles["verify"].how == "inherited from prefill, given by --attention-backend"
     text = render(found)
     assert "x one KV read" in text
     assert "unknown: cost of a plain decode step" in text
@@ -138,6 +138,8 @@ def test_given_names_win():
     assert diagnosed(text).slope_over_floor is None
     fp8 = diagnosed(text, gpu="h200-sxm", model="llama-3.3-70b", kv_dtype="fp8_e4m3")
     assert fp8.slope_over_floor[0] == pytest.approx(40, rel=0.05)
+    same = diagnosed(text.replace("Llama-3.3-70B-x", "Llama-3.1-8B-Instruct"), gpu="h200-sxm")
+    assert same.model == "org/Llama-3.1-8B-Instruct (shape llama-3-8b)"
     with pytest.raises(InputError, match="model must be one of"):
         diagnosed(text, model="nosuch")
 
@@ -232,6 +234,13 @@ def test_roles(made, role, backend, how):
     found = resolve_roles(made)[role]
     assert found.backend == backend
     assert how in found.how
+
+
+def test_how_of_a_role_is_readable():
+    roles = resolve_roles(server("vllm", None, attention_backend="X")) | resolve_roles(server(version=None))
+    for role in roles.values():
+        assert "(" not in role.how
+        assert role.how.count("version unknown") == 1
 
 
 def test_log_lines_name_backends():

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from labkit.engines.diagnose import diagnose, render
+from labkit.engines.diagnose import diagnose, diagnose_trace, render
 from labkit.engines.importing import Reader, import_files, summary
 from labkit.engines.recipes import recipe
 from labkit.engines.roles import gpu_row, launch_findings, launch_notes, resolve_roles, version_key
-from labkit.engines.server import parse_launch
+from labkit.engines.server import Server, parse_launch
 from labkit.engines.tables import read_table
 from labkit.engines.trace import is_trace, read_steps
 from labkit.errors import InputError
@@ -84,7 +84,11 @@ def run_diagnose(arguments: argparse.Namespace) -> int:
         lines += [f"{name}: {role['backend']}, {role['how']}" for name, role in roles.items()]
     elif arguments.file and is_trace(arguments.file):
         steps, notes = read_steps(arguments.file)
-        server, problems, content, lines = None, [], {"steps": steps, "notes": notes}, [*map(_step_line, steps), *notes]
+        version, problems = arguments.engine_version, []
+        found = diagnose_trace(steps, gpu=arguments.gpu, model=arguments.model, version=version)
+        found.warnings += notes
+        server = Server(found.engine, version, arguments.model, arguments.gpu)
+        content, lines = found.to_dict(), [render(found)]
     elif arguments.file or arguments.base_url:
         reader, problems = Reader(), []
         server = reader.server

@@ -85,9 +85,10 @@ def resolve_roles(server: Server, gpu: str | None = None) -> dict[str, Role]:
         if role in server.named:
             found[role] = Role(server.named[role], "named by the log")
         elif used and rows:
-            resolved, row = _resolve(rows[-1], server, found, gpu or server.gpu), rows[-1]
-            unsure = f" (version unknown: rule of {row['version_to']})"
-            surely = server.version or not row["version_to"]
+            row = max(rows, key=lambda row: version_key(row["version_to"]))
+            resolved = _resolve(row, server, found, gpu or server.gpu)
+            unsure = f"; version unknown, rule of {row['version_to']}"
+            surely = server.version or not row["version_to"] or "version unknown" in resolved.how
             found[role] = resolved if surely else Role(resolved.backend, resolved.how + unsure)
     return {role: found[role] for role in ROLES if role in found}
 
@@ -95,13 +96,13 @@ def resolve_roles(server: Server, gpu: str | None = None) -> dict[str, Role]:
 def _resolve(row: dict[str, str], server: Server, found: dict[str, Role], gpu: str | None) -> Role:
     for flag in filter(None, row["flag"].split("|")):
         if given := server.args.get(flag.strip("-").replace("-", "_")):
-            return Role(given, f"given ({flag})")
+            return Role(given, f"given by {flag}")
     source, *exceptions = row["inherits"].split("|")
     for condition, _, other in (text.partition(":") for text in exceptions):
         name, _, value = condition.partition("=")
         source = other if server.args.get(name) == value else source
     if source in found:
-        return Role(found[source].backend, f"inherited from {source} ({found[source].how})")
+        return Role(found[source].backend, f"inherited from {source}, {found[source].how}")
     for name, how in (("given", "named by the log"), ("default", "default, named by the log")):
         if source == "default" and name in server.named:
             return Role(server.named[name], how)
