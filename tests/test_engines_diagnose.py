@@ -471,19 +471,22 @@ class Pages(BaseHTTPRequestHandler):
     def do_GET(self):
         info = {"version": "0.5.21", "attention_backend": "triton", "model_path": "org/Llama-3.3-70B-x"}
         info |= {"speculative_num_draft_tokens": 4, "internal_states": [{"avg_spec_accept_length": 2.8}]}
-        if self.path != "/get_server_info":
+        page = json.dumps(info).encode()
+        if self.path == "/metrics" and not self.server.gauge:
             self.send_error(404)
             return
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(json.dumps(info).encode())
+        self.wfile.write(b"sglang:spec_accept_length 2.8\n" if self.path == "/metrics" else page)
 
     def log_message(self, *arguments):
         pass
 
 
-def test_a_running_server_is_asked(capsys):
+@pytest.mark.parametrize("gauge", [True, False])
+def test_a_running_server_is_asked(capsys, gauge):
     httpd = HTTPServer(("127.0.0.1", 0), Pages)
+    httpd.gauge = gauge
     threading.Thread(target=httpd.serve_forever, daemon=True).start()
     assert main(["diagnose", "--base-url", f"http://127.0.0.1:{httpd.server_port}", "--json"]) == 0
     httpd.shutdown()
@@ -491,3 +494,5 @@ def test_a_running_server_is_asked(capsys):
     assert found["engine_version"] == "0.5.21"
     assert found["roles"]["verify"]["backend"] == "triton"
     assert found["bands"][0]["mean_acceptance_length"] == pytest.approx(2.8)
+    assert found["bands"][0]["num_windows"] == 1
+    assert any("since the start" in text for text in found["unknown"]) == (not gauge)

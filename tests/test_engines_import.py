@@ -439,6 +439,14 @@ def test_llamacpp_rates_are_over_the_steps_with_a_draft(tmp_path):
     assert any("sum of rates" in warning for warning in wrong.warnings)
 
 
+def test_negative_figures_are_null(tmp_path):
+    for old, new, field in (("#token: 5120", "#token: -5", "context_len"), ("len: 2.80", "len: -2.85", "step_ms")):
+        records = records_of(tmp_path, f"{DECODE}\n{DECODE.replace(old, new)}\n{DECODE}\n")
+        assert getattr(records[1], field) is None
+        assert any("below 0: not used" in text for text in records[1].warnings)
+    assert records[1].mean_acceptance_length is None
+
+
 def test_degenerate_text(tmp_path):
     (record,) = records_of(tmp_path, json.dumps(BENCH | {"total_output_tokens_retokenized": 250}))
     assert any("degenerate text" in text for text in record.warnings)

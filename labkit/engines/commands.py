@@ -124,6 +124,8 @@ def _fetched(url: str, folder: Path) -> list[Any]:
     """Pages of a running server, those it has. Raises InputError when none answers."""
     found, problem = list[Any](), "the scheme is not http"
     for page in _PAGES if url.startswith(("http://", "https://")) else ():
+        if page == "/server_info" and found:  # the newer name of the page before
+            continue
         try:
             with urllib.request.urlopen(url.rstrip("/") + page, timeout=3) as answer:
                 found.append(folder / page.strip("/"))

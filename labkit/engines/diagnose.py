@@ -71,12 +71,15 @@ def diagnose(
 
     Raises InputError: a model that is not in ``model_shapes.csv``.
     """
-    kept, warnings, count, chance = list[Record](), Counter[str](), 0, random.Random(0)
+    kept, warnings, count, chance, total = list[Record](), Counter[str](), 0, random.Random(0), list[Record]()
     for record in records:
         warnings.update(record.warnings)
         server.engine = server.engine or record.engine
         server.version, server.model = server.version or record.engine_version, server.model or record.model
         if record.mean_acceptance_length is not None and not record.details.get("plain"):
+            if record.scope == "since_start":  # the same steps as its windows, which tell more
+                total = [record]
+                continue
             count += 1
             if count <= MAX_WINDOWS:
                 kept.append(record)
@@ -85,6 +88,9 @@ def diagnose(
     found = Diagnosis(server.engine, server.version, model or server.model, gpu or server.gpu)
     found.roles = resolve_roles(server, found.gpu)
     found.warnings = [f"{n} x {text}" if n > 1 else text for text, n in warnings.most_common(10)]
+    if total and not kept:
+        kept, count = total, 1
+        found.unknown.append("windows: there is one value only, since the start of the server")
     if count > len(kept):
         found.warnings.append(f"{count - len(kept)} of {count} windows were left out, at random")
     names = ["mean_acceptance_length", "context_len", "batch_size", "step_ms", "cuda_graph"]

@@ -1,5 +1,6 @@
 """SGLang: decode lines of all generations, server info, meta_info, bench_serving."""
 
+import functools
 import math
 import re
 import statistics
@@ -23,15 +24,16 @@ _COUNT_NAMES = {
 }
 
 
-def rate_forms(length: float, rate: float, rows: range) -> set[tuple[str, int]]:
+@functools.lru_cache(1 << 14)
+def rate_forms(length: float, rate: float, rows: range) -> frozenset[tuple[str, int]]:
     """The forms of "accept rate", and draft tokens (root counted), that a printed pair of two decimals fits."""
-    half, fits = 0.005 + 1e-9, set()
+    half, fits = 0.005 + 1e-9, set[tuple[str, int]]()
     for n in rows:
         if length <= n + half and abs(length / n - rate) <= half * (1 + 1 / n):
             fits.add((OLD, n))
         if n > 1 and length <= n + half and abs((length - 1) / (n - 1) - rate) <= half * (1 + 1 / (n - 1)):
             fits.add((STRICT, n))
-    return fits
+    return frozenset(fits)
 
 
 class _Rank:
@@ -56,7 +58,7 @@ class Log:
     """Decode lines to records. Lines wait until arithmetic over them tells which form the accept rate has."""
 
     def __init__(self, server: Server):
-        self.server, self.forms, self.pending = server, set[tuple[str, int]](), list[Record]()
+        self.server, self.forms, self.pending = server, frozenset[tuple[str, int]](), list[Record]()
         self.ranks: dict[str, _Rank] = defaultdict(_Rank)
 
     def prefill_line(self, record: Record, values: Mapping[str, str], text: str) -> list[Record]:
@@ -76,7 +78,7 @@ class Log:
             record.details["rank"] = rank
         if record.batch_size and (tokens := record.details.get("kv_tokens")):
             record.context_len = tokens / record.batch_size
-        if record.mean_acceptance_length is None:
+        if record.mean_acceptance_length is None and "accept len" not in values:
             record.mean_acceptance_length, record.details["plain"] = 1.0, True
             record.definition = "plain decode: the line has no accept len, one token per step and request"
         elif (rate := number(values.get("accept rate"))) is not None:
@@ -90,8 +92,8 @@ class Log:
         record.prefill_mixed = rank.prefill_lines > 0
         if rank.cached_tokens:
             record.details["cached_tokens"] = rank.cached_tokens
-        batch, rate = record.batch_size, record.output_tokens_per_s
-        step = 1000 * batch * (record.mean_acceptance_length or 1) / rate if batch and rate else None
+        batch, rate, length = record.batch_size, record.output_tokens_per_s, record.mean_acceptance_length
+        step = 1000 * batch * length / rate if batch and rate and length else None
         octave = round(math.log2(max(record.details.get("kv_tokens", 0), 1)))
         usual, growth = rank.usual(octave)  # a step grows at most as the tokens that it reads
         if rank.from_idle:
@@ -119,8 +121,9 @@ class Log:
             if rate is not None and "fits" not in record.details:
                 sizes = [given] if given else [n for _, n in self.forms] if len(self.forms) == 1 else None
                 length = record.mean_acceptance_length or 0
-                fits = set().union(*(rate_forms(length, rate, range(n, n + 1)) for n in sizes)) if sizes else set()
-                record.details["fits"] = fits = fits or rate_forms(length, rate, range(2, 0 if given else 65))
+                found = (fit for n in sizes or () for fit in rate_forms(length, rate, range(n, n + 1)))
+                fits = frozenset(found) or rate_forms(length, rate, range(2, 0 if given else 65))
+                record.details["fits"] = fits
                 self.forms = (self.forms & fits) or fits or self.forms
         undecided = len(self.forms) > 1 and any("fits" in record.details for record in self.pending)
         alone = len(self.pending) == 1 and not any(rank.num_recent() > 1 for rank in self.ranks.values())

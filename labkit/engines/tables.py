@@ -106,8 +106,10 @@ def _put(record: Record, name: str, value: Any, factor: float) -> None:
 
 
 def store(record: Record, name: str, value: float) -> None:
-    """One number into the field of that name, a whole one into a count, any other into the details."""
-    if name in _RECORD_FIELDS:
+    """One number into the field of that name, a whole one into a count, any other into the details; none below 0."""
+    if value < 0:
+        record.warn(f"{name} of {value:g} is below 0: not used")
+    elif name in _RECORD_FIELDS:
         setattr(record, name, round(value) if name in (*COUNTS, "num_speculative_tokens") else value)
     else:
         record.details[name] = value
