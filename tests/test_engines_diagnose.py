@@ -320,9 +320,9 @@ LAUNCH += "--speculative-num-draft-tokens {}"
             "0.33.0",
             ["largest CUDA graph 8: below batch x q_len = 64 x 1"],
         ),
+        ("vllm serve m --mm-attention-backend TORCH", "0.33.0", []),
         ("sglang serve --model-path m --disable-cuda-graph", "0.5.21", ["without a CUDA graph"]),
         ("sglang serve --model-path m --attention-backend fa9", "0.5.21", ["fa9: no backend"]),
-        ("sglang serve --model-path m --speculative-num-step 3", "0.5.21", ["--speculative-num-steps is"]),
         ("llama-server -m m.gguf --spec-draft-n-max 4", "9030", []),
     ],
 )
@@ -348,6 +348,7 @@ def test_launch_notes_tell_the_ceiling(settings, ceiling):
     [
         ("sglang serve --model-path m --specultive-foo 3", "0.5.21", "--specultive-foo"),
         ("vllm serve m --foo", "0.33.0", "--foo"),
+        ("CUDA_VISIBLE_DEVICES=0 vllm serve m --max-num-seq 3", "0.33.0", "--max-num-seq"),
         ("sglang serve --model-path m --speculative-draft-attention-backend fa3", "0.5.10", "--speculative-draft-att"),
         ("llama-server -m m.gguf --draft-max 4", "6123", "--draft-max"),
         ("llama-server -m m.gguf --draft-max 4", None, "--draft-max"),

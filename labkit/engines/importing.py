@@ -65,7 +65,7 @@ class Reader:
                 record.model = record.model or facts.model
                 if facts.changes != changes:
                     roles = resolve_roles(facts).items()
-                    backend = {role: found.known for role, found in roles} or None
+                    backend = {n: None if role.backend == "unknown" else role.backend for n, role in roles} or None
                     changes = facts.changes
                 record.backend = backend
                 yield checks.check(record, imposed=facts.imposed, graphs=self._graphs)

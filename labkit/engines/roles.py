@@ -10,6 +10,7 @@ from typing import Any
 from labkit.engines.server import Server
 from labkit.engines.tables import read_table
 
+_OWN = ("-", "SGLANG_", "VLLM_", "TLLM_", "TRTLLM_")  # flags and environment variables of the engines
 _BLOCKS = ("NGRAM", "DFLASH", "DSPARK")  # their drafts are one block, whatever the number of steps
 _WHOLE = {f"speculative_{name}" for name in ("num_steps", "eagle_topk", "num_draft_tokens")} | {
     *("num_speculative_tokens", "spec_tokens", "spec_draft_n_max", "max_draft_len", "max_num_seqs", "page_size"),
@@ -24,11 +25,6 @@ class Role:
 
     backend: str
     how: str
-
-    @property
-    def known(self) -> str | None:
-        """The backend, None where it is unknown."""
-        return None if self.backend == "unknown" else self.backend
 
 
 def version_key(text: str | None) -> tuple[int, ...]:
@@ -150,7 +146,7 @@ def launch_findings(server: Server, flags: list[str]) -> Iterator[str]:
     known = [
         name for row in rows_of(server.engine, "setting", None, role="backends") for name in row["value"].split("|")
     ]
-    for name in (name for name in args if name.endswith("attention_backend")):
+    for name in (name for name in args if name.endswith("attention_backend") and name[:3] != "mm_"):
         if known and not any(fnmatch.fnmatch(args[name].lower(), pattern.lower()) for pattern in known):
             yield f"{name} {args[name]}: no backend of the versions read; they have {', '.join(known)}"
     for name in {"disable_cuda_graph", "enforce_eager"} & args.keys():
@@ -179,7 +175,7 @@ def launch_findings(server: Server, flags: list[str]) -> Iterator[str]:
 
 
 def _flag_texts(server: Server, flags: list[str]) -> tuple[list[str], list[str]]:
-    """Flags that this version does not have or that are misspelt; flags of which it is unknown."""
+    """Flags that this version does not have; flags of which it is unknown."""
     engine, wrong, unknown = server.engine, list[str](), list[str]()
     read = {version_key(v) for row in rows_of(engine, "setting", None, role="read") for v in row["value"].split("|")}
     known = known_flags(engine)
@@ -188,10 +184,9 @@ def _flag_texts(server: Server, flags: list[str]) -> tuple[list[str], list[str]]
         rows = [row for row in rows if flag in row["flag"].split("|")]
         gone = next((row["note"] for row in rows if row["role"] == "removed"), "")
         ranges = ", ".join(sorted({f"{row['version_from']} to {row['version_to']}" for row in rows}))
-        if not rows and (close := difflib.get_close_matches(flag, known, 1, 0.85)):
-            wrong.append(f"{flag}: no flag in the table for {engine}; {close[0]} is")
-        elif not rows and "." not in flag and not (flag.startswith("--no-") and f"--{flag[5:]}" in known):
-            unknown.append(f"{flag}: unknown for this version, not in the table of flags; it was not checked")
+        if not rows and flag.startswith(_OWN) and "." not in flag and f"--{flag.removeprefix('--no-')}" not in known:
+            close = "".join(f"; did you mean {name}?" for name in difflib.get_close_matches(flag, known, 1, 0.8))
+            unknown.append(f"{flag}: unknown for this version, not in the table of flags; it was not checked{close}")
         elif gone or (rows and not any(row in rows_of(engine, row["kind"], server.version) for row in rows)):
             if version_key(server.version) in read:
                 wrong.append(f"{flag}: not a flag of {engine} {server.version}; {gone or f'known for {ranges}'}")
