@@ -152,7 +152,7 @@ class Log:
         k, length = record.num_speculative_tokens, record.mean_acceptance_length
         if k and length and record.draft_acceptance_rate is None and fits != set():
             record.draft_acceptance_rate = (length - 1) / k
-        if (depth := speculative_tokens(self.server)) and k and depth < k:  # of a tree one path is kept
+        if k and (depth := speculative_tokens(self.server)) and depth < k:  # of a tree one path is kept
             record.details["draft_depth"] = depth
         return record.derive()
 

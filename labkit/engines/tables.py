@@ -74,8 +74,11 @@ def read_table(name: str) -> tuple[dict[str, str], ...]:
 def number(value: Any) -> float | None:
     """The number of a JSON value or at the start of a text; None for none, NaN or one beyond any figure."""
     if isinstance(value, str):
-        match = _NUMBER.match(value.strip())
-        value = float(match[0].replace(",", "").rstrip(".")) if match else None
+        try:
+            value = float(value)  # most are plain numbers
+        except ValueError:
+            match = _NUMBER.match(value.strip())
+            value = float(match[0].replace(",", "").rstrip(".")) if match else None
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if abs(value) < 1e15 else None  # no figure is larger; false for NaN as well
