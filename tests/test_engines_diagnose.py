@@ -3,6 +3,8 @@
 import csv
 import json
 import random
+import re
+import shlex
 import threading
 from datetime import datetime, timedelta
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -13,7 +15,17 @@ from labkit.cli import main
 from labkit.engines.diagnose import diagnose, render
 from labkit.engines.importing import Reader
 from labkit.engines.recipes import plain, recipe
-from labkit.engines.roles import gpu_row, kernel, launch_findings, launch_notes, resolve_roles, rows_of, version_key
+from labkit.engines.record import Record
+from labkit.engines.roles import (
+    gpu_row,
+    kernel,
+    known_flags,
+    launch_findings,
+    launch_notes,
+    resolve_roles,
+    rows_of,
+    version_key,
+)
 from labkit.engines.server import Server, parse_launch
 from labkit.errors import InputError
 from labkit.paths import REFERENCE
@@ -64,7 +76,7 @@ def test_verify_cost_is_found_with_its_size_and_flag():
     assert "verify cost" in found.cause
     assert "without a KV split" in found.cause
     assert found.next_step.startswith("--attention-backend flashinfer")
-    assert found.roles["verify"].how == "inherited from prefill (given (--attention-backend))"
+    assert found.roles["verify"].how == "inherited from prefill, given by --attention-backend"
     text = render(found)
     assert "x one KV read" in text
     assert "unknown: cost of a plain decode step" in text
@@ -83,7 +95,30 @@ def test_healthy_broken_and_eager():
     assert "broken rather than slow" in broken.cause
     eager = diagnosed(log(ms_per_1k=1.2 * FLOOR, graph=False))
     assert eager.cause.startswith("launch overhead")
-    assert "--cuda-graph-max-bs" in eager.next_step
+    assert eager.next_step.startswith("look for --disable-cuda-graph")
+    some = diagnosed(log(ms_per_1k=1.2 * FLOOR, graph=False).replace("graph: False", "graph: True", 100))
+    assert some.next_step.startswith("raise --cuda-graph-max-bs")
+
+
+@pytest.mark.parametrize(("length", "wanted"), [(4.0, "acceptance is pinned"), (5.2, "none can be told")])
+@pytest.mark.parametrize("tree", [False, True])
+def test_pinned_and_contradictory_logs_are_not_healthy(length, wanted, tree):
+    text = re.sub(r"accept len: [\d.]+, accept rate: [\d.]+", f"accept len: {length:.2f}", log(ms_per_1k=20 * FLOOR))
+    if tree:
+        text = text.replace("topk=1", "topk=8").replace("draft_tokens=4", "draft_tokens=64")
+    found = diagnosed(text)
+    assert wanted in found.cause
+    assert any("pinned" in text for text in found.warnings) == (length == 4)
+    assert any("contradiction" in text for text in found.warnings) == (length > 4)
+
+
+def test_a_long_log_is_thinned_at_random(monkeypatch):
+    monkeypatch.setattr("labkit.engines.diagnose.MAX_WINDOWS", 500)
+    lengths = ([1.5] + [2.8] * 7) * 1000  # a request has eight windows
+    records = (Record("sglang", "", "window", "", mean_acceptance_length=length) for length in lengths)
+    found = diagnose(records, Server())
+    assert found.bands[0]["mean_acceptance_length"] == pytest.approx(sum(lengths) / 8000, abs=0.1)
+    assert "7500 of 8000 windows were left out, at random" in found.warnings
 
 
 def test_what_is_unknown_is_said():
@@ -103,8 +138,22 @@ def test_given_names_win():
     assert diagnosed(text).slope_over_floor is None
     fp8 = diagnosed(text, gpu="h200-sxm", model="llama-3.3-70b", kv_dtype="fp8_e4m3")
     assert fp8.slope_over_floor[0] == pytest.approx(40, rel=0.05)
+    same = diagnosed(text.replace("Llama-3.3-70B-x", "Llama-3.1-8B-Instruct"), gpu="h200-sxm")
+    assert same.model == "org/Llama-3.1-8B-Instruct (shape llama-3-8b)"
     with pytest.raises(InputError, match="model must be one of"):
         diagnosed(text, model="nosuch")
+
+
+def test_long_requests_among_short_ones_are_no_stall():
+    line = "[2026-06-03 10:00:00] Decode batch, #running-req: 1, #token: {}, accept len: 2.80, cuda graph: True, "
+    line += "gen throughput (token/s): {:.2f}, #queue-req: 0\n"
+    contexts = ([1024] * 9 + [65536]) * 6
+    step = {context: 12 + 0.9 * context / 1000 for context in contexts}
+    for order in (contexts, contexts[::-1]):
+        records = list(Reader().read_text("".join(line.format(c, 2800 / step[c]) for c in order), "log"))
+        assert [r.step_ms for r in records] == pytest.approx([step[c] for c in order], rel=1e-3)
+    stalled = list(Reader().read_text("".join(line.format(1024, rate) for rate in (200, 200, 20, 200)), "log"))
+    assert [r.step_ms is None for r in stalled] == [False, False, True, False]
 
 
 def test_tensor_parallel_servers_read_their_share():
@@ -166,6 +215,8 @@ def server(engine="sglang", version="0.5.21", gpu=None, named=None, **args):
             "inherited from prefill",
         ),
         (server(gpu="NVIDIA H200"), "decode", "fa3", "default of the table for NVIDIA H200"),
+        (server(gpu="h200-sxm", speculative_eagle_topk=8), "verify", "flashinfer", "topk above 1"),
+        (server(gpu="b200-hgx", speculative_eagle_topk=1), "verify", "trtllm_mha", "default of the table"),
         (server(gpu="NVIDIA H200", version="0.5.6"), "decode", "unknown", "unknown for this version and GPU"),
         (server(named={"default": "fa3"}), "verify", "fa3", "named by the log"),
         (server(named={"decode": "fa3", "prefill": "flashinfer"}), "verify", "flashinfer", "named by the log"),
@@ -173,6 +224,7 @@ def server(engine="sglang", version="0.5.21", gpu=None, named=None, **args):
         (server("vllm", "0.33.0", attention_backend="TRITON_ATTN"), "draft", "unknown", "picked automatically"),
         (server("vllm", "0.33.0", speculative_config={"attention_backend": "X"}), "draft", "X", "given"),
         (server("vllm", "0.33.0", gpu="NVIDIA B200"), "verify", "FLASHINFER", "default of the table"),
+        (server("vllm", "0.15.1", named={"default": "FLASH_ATTN"}), "verify", "FLASH_ATTN", "named by the log"),
         (server("llamacpp", None), "verify", "unknown", "picked automatically"),
         (server("trtllm", "1.2"), "verify", "TRTLLM", "default"),
         (server("trtllm", "1.2"), "draft", "unknown", "unknown for this version"),
@@ -182,6 +234,13 @@ def test_roles(made, role, backend, how):
     found = resolve_roles(made)[role]
     assert found.backend == backend
     assert how in found.how
+
+
+def test_how_of_a_role_is_readable():
+    roles = resolve_roles(server("vllm", None, attention_backend="X")) | resolve_roles(server(version=None))
+    for role in roles.values():
+        assert "(" not in role.how
+        assert role.how.count("version unknown") == 1
 
 
 def test_log_lines_name_backends():
@@ -203,6 +262,24 @@ def test_log_lines_name_backends():
     assert resolve_roles(reader.server)["verify"].backend == "FLASH_ATTN"
 
 
+SPECULATIVE = "{'method': 'eagle3', 'model': 'yuhuili/EAGLE3-LLaMA3.1-Instruct-8B', 'num_speculative_tokens': 3}"
+NON_DEFAULT = "non-default args: {'model': 'meta-llama/Llama-3.1-8B-Instruct', 'hosts': [], 'speculative_config': "
+NON_DEFAULT += SPECULATIVE + "}\n"
+CONFIG = (
+    "Initializing a V1 LLM engine (v0.33.0) with config: model='meta-llama/Llama-3.1-8B-Instruct', speculative_config="
+    "SpeculativeConfig(method='eagle3', model='yuhuili/EAGLE3-LLaMA3.1-Instruct-8B', num_spec_tokens=3), "
+    "dtype=torch.bfloat16, enforce_eager=False\n"
+)
+
+
+@pytest.mark.parametrize("text", [NON_DEFAULT, CONFIG])
+def test_the_drafter_is_not_the_target(text):
+    reader = Reader()
+    list(reader.read_text(text, "log"))
+    assert reader.server.model == "meta-llama/Llama-3.1-8B-Instruct"
+    assert reader.server.args["method"] == "eagle3"
+
+
 LAUNCH = (
     "sglang serve --model-path m --speculative-algorithm EAGLE3 --speculative-num-steps {} --speculative-eagle-topk {} "
 )
@@ -216,6 +293,8 @@ LAUNCH += "--speculative-num-draft-tokens {}"
         (LAUNCH.format(3, 1, 4), "0.5.21", []),
         (LAUNCH.format(2, 2, 8), "0.5.21", ["hold 7 rows"]),
         (LAUNCH.format(3, 2, 8), "0.5.21", []),
+        (LAUNCH.format(5, 8, 64), "0.5.21", []),
+        (LAUNCH.format(5, 8, 500), "0.5.21", ["hold 265 rows"]),
         (
             LAUNCH.format(3, 1, 4) + " --speculative-draft-attention-backend fa3",
             "0.5.6",
@@ -229,7 +308,21 @@ LAUNCH += "--speculative-num-draft-tokens {}"
             "0.33.0",
             ["below batch x q_len = 64 x 8"],
         ),
-        ("llama-server -m m.gguf --draft-max 4", "9030", ["now --spec-draft-n-max"]),
+        ("llama-server -m m.gguf --draft-max 4", "6123", []),
+        (LAUNCH.format("x", -1, 4), "0.5.21", ["eagle_topk: wanted a whole", "num_steps: wanted a whole"]),
+        (
+            'vllm serve m --speculative-config \'{"num_speculative_tokens": "abc"}\'',
+            "0.33.0",
+            ["wanted a whole number"],
+        ),
+        (
+            "vllm serve m --compilation-config '{\"cudagraph_capture_sizes\":[1,2,4,8]}' --max-num-seqs 64",
+            "0.33.0",
+            ["largest CUDA graph 8: below batch x q_len = 64 x 1"],
+        ),
+        ("vllm serve m --mm-attention-backend TORCH", "0.33.0", []),
+        ("sglang serve --model-path m --disable-cuda-graph", "0.5.21", ["without a CUDA graph"]),
+        ("sglang serve --model-path m --attention-backend fa9", "0.5.21", ["fa9: no backend"]),
         ("llama-server -m m.gguf --spec-draft-n-max 4", "9030", []),
     ],
 )
@@ -240,11 +333,40 @@ def test_launch_lines(line, version, wanted):
     assert all(text in problem for text, problem in zip(wanted, found, strict=True))
 
 
-def test_launch_notes_tell_the_ceiling():
-    made, _ = parse_launch(LAUNCH.format(3, 1, 4), "0.5.21")
-    notes = " ".join(launch_notes(made))
-    assert "at most 4" in notes
+@pytest.mark.parametrize(
+    ("settings", "ceiling"), [((3, 1, 4), 4), ((5, 8, 64), 6), ((5, 8, 4), 4), ((3, 1, 16), 4), ((5, 8, 500), 6)]
+)
+def test_launch_notes_tell_the_ceiling(settings, ceiling):
+    made, _ = parse_launch(LAUNCH.format(*settings), "0.5.21")
+    notes = " ".join(launch_notes(made, []))
+    assert f"at most {ceiling}:" in notes
     assert "48" in notes
+
+
+@pytest.mark.parametrize(
+    ("line", "version", "flag"),
+    [
+        ("sglang serve --model-path m --specultive-foo 3", "0.5.21", "--specultive-foo"),
+        ("vllm serve m --foo", "0.33.0", "--foo"),
+        ("CUDA_VISIBLE_DEVICES=0 vllm serve m --max-num-seq 3", "0.33.0", "--max-num-seq"),
+        ("sglang serve --model-path m --speculative-draft-attention-backend fa3", "0.5.10", "--speculative-draft-att"),
+        ("llama-server -m m.gguf --draft-max 4", "6123", "--draft-max"),
+        ("llama-server -m m.gguf --draft-max 4", None, "--draft-max"),
+    ],
+)
+def test_flags_that_are_not_known_are_said_to_be(line, version, flag):
+    made, flags = parse_launch(line, version)
+    assert [text.startswith(flag) and "unknown for this version" in text for text in launch_notes(made, flags)] == [
+        True
+    ]
+
+
+@pytest.mark.parametrize("option", [("--engine-version", "banana"), ("--gpu", "H300"), ("--kv-dtype", "foo")])
+def test_options_that_mean_nothing(capsys, option):
+    assert main(["diagnose", "--launch", "vllm serve m", *option]) == 2
+    error = capsys.readouterr().err
+    assert option[0].strip("-") in error
+    assert "h200-sxm" in error or option[0] != "--gpu"
 
 
 @pytest.mark.parametrize(
@@ -257,12 +379,38 @@ def test_bad_launch_lines(line):
 
 @pytest.mark.parametrize("name", ["all-reject", "k-sweep", "backend-ab"])
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
-def test_recipes_are_printed_with_the_replay(name, engine):
+def test_recipes_are_printed_with_the_bench_tool(name, engine):
     lines = recipe(name, server(engine, "0.33.0", attention_backend="fa3"), None)
     commands = [line for line in lines if not line.startswith("#")]
     assert commands[1::2] == [commands[1]] * (len(commands) // 2)
-    assert commands[1].startswith("labkit replay --base-url")
+    assert commands[1].startswith({"sglang": "python -m sglang.bench_serving", "vllm": "vllm bench serve"}[engine])
+    assert "labkit" not in " ".join(lines)
     assert {"all-reject": "1", "k-sweep": "8", "backend-ab": "flashinfer"}[name] in " ".join(commands).lower()
+
+
+@pytest.mark.parametrize("text", [NON_DEFAULT, CONFIG, None])
+@pytest.mark.parametrize("name", ["all-reject", "k-sweep", "backend-ab"])
+def test_recipes_of_vllm_are_valid_launch_lines(text, name):
+    launch = None
+    if text:
+        reader = Reader()
+        list(reader.read_text(text, "log"))
+        made = reader.server
+    else:
+        settings = '{"method": "eagle3", "model": "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", "num_speculative_tokens": 3}'
+        launch = f"vllm serve meta-llama/Llama-3.1-8B-Instruct --speculative-config '{settings}'"
+        made, _ = parse_launch(launch, "0.33.0")
+    lines = [shlex.split(line) for line in recipe(name, made, launch) if line.startswith("vllm serve")]
+    for words in lines:
+        assert words[2] == "meta-llama/Llama-3.1-8B-Instruct"
+        assert {word for word in words if word.startswith("-")} <= known_flags("vllm")
+        assert not {"torch.bfloat16", "SpeculativeConfig"} & set(words)
+    found = [json.loads(words[words.index("--speculative-config") + 1]) for words in lines if "method" in str(words)]
+    assert len(found) < len(lines)  # the baseline is plain
+    for settings in found:
+        assert settings["method"] == "eagle3"
+        assert settings["model"] == "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"
+        assert settings["num_speculative_tokens"] in ((1, 2, 4, 8) if name == "k-sweep" else (3,))
 
 
 def test_recipe_from_a_launch_line():
@@ -271,6 +419,7 @@ def test_recipe_from_a_launch_line():
     lines = recipe("all-reject", made, line)
     assert lines[2] == f"SGLANG_SIMULATE_ACC_LEN=1.0 {line}"
     assert "sglang serve --model-path m --attention-backend fa3" in lines
+    assert plain("llama-server -m a -md b --spec-draft-n-max 3 -c 1") == "llama-server -m a -c 1"
     assert plain("X=1 vllm serve m --speculative-config '{}' --port 1") == "X=1 vllm serve m --port 1"
     with pytest.raises(InputError, match="recipe: wanted"):
         recipe("nosuch", made, line)
@@ -323,19 +472,22 @@ class Pages(BaseHTTPRequestHandler):
     def do_GET(self):
         info = {"version": "0.5.21", "attention_backend": "triton", "model_path": "org/Llama-3.3-70B-x"}
         info |= {"speculative_num_draft_tokens": 4, "internal_states": [{"avg_spec_accept_length": 2.8}]}
-        if self.path != "/get_server_info":
+        page = json.dumps(info).encode()
+        if self.path == "/metrics" and not self.server.gauge:
             self.send_error(404)
             return
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(json.dumps(info).encode())
+        self.wfile.write(b"sglang:spec_accept_length 2.8\n" if self.path == "/metrics" else page)
 
     def log_message(self, *arguments):
         pass
 
 
-def test_a_running_server_is_asked(capsys):
+@pytest.mark.parametrize("gauge", [True, False])
+def test_a_running_server_is_asked(capsys, gauge):
     httpd = HTTPServer(("127.0.0.1", 0), Pages)
+    httpd.gauge = gauge
     threading.Thread(target=httpd.serve_forever, daemon=True).start()
     assert main(["diagnose", "--base-url", f"http://127.0.0.1:{httpd.server_port}", "--json"]) == 0
     httpd.shutdown()
@@ -343,3 +495,5 @@ def test_a_running_server_is_asked(capsys):
     assert found["engine_version"] == "0.5.21"
     assert found["roles"]["verify"]["backend"] == "triton"
     assert found["bands"][0]["mean_acceptance_length"] == pytest.approx(2.8)
+    assert found["bands"][0]["num_windows"] == 1
+    assert any("since the start" in text for text in found["unknown"]) == (not gauge)

@@ -418,6 +418,35 @@ def test_imposed_acceptance_is_forced(tmp_path):
     assert record.origin == "forced"
 
 
+def test_backend_that_is_not_told_is_null(tmp_path):
+    lines = "Initializing a V1 LLM engine (v0.{}.0) with config: model='m'\n"
+    lines += "Using FLASH_ATTN attention backend out of potential backends: ['FLASH_ATTN', 'FLASHINFER'].\n"
+    for version in (15, 33):
+        (record,) = records_of(tmp_path, lines.format(version) + FORMS["vllm 0.9"][0] + "\n")
+        assert (record.backend["verify"], record.backend["decode"]) == ("FLASH_ATTN", "FLASH_ATTN")
+        assert record.backend["draft"] == {15: "FLASH_ATTN", 33: None}[version]  # inherited; picked again, not printed
+
+
+def test_llamacpp_rates_are_over_the_steps_with_a_draft(tmp_path):
+    text, _ = FORMS["llama.cpp slot, new"]
+    eval_time = "slot print_timing: id  0 | task 7 |        eval time =   10020.00 ms /   {} tokens\n"
+    (longer,) = records_of(tmp_path, eval_time.format(661) + text + "\n")  # 100 steps without a draft
+    assert longer.mean_acceptance_length == pytest.approx(1 + 360 / 300)
+    assert longer.warnings == []
+    (wrong,) = records_of(tmp_path, eval_time.format(501) + text + "\n")
+    assert any("contradiction" in warning for warning in wrong.warnings)
+    (wrong,) = records_of(tmp_path, eval_time.format(661) + text.replace("0.800", "0.900") + "\n")
+    assert any("sum of rates" in warning for warning in wrong.warnings)
+
+
+def test_negative_figures_are_null(tmp_path):
+    for old, new, field in (("#token: 5120", "#token: -5", "context_len"), ("len: 2.80", "len: -2.85", "step_ms")):
+        records = records_of(tmp_path, f"{DECODE}\n{DECODE.replace(old, new)}\n{DECODE}\n")
+        assert getattr(records[1], field) is None
+        assert any("below 0: not used" in text for text in records[1].warnings)
+    assert records[1].mean_acceptance_length is None
+
+
 def test_degenerate_text(tmp_path):
     (record,) = records_of(tmp_path, json.dumps(BENCH | {"total_output_tokens_retokenized": 250}))
     assert any("degenerate text" in text for text in record.warnings)
@@ -544,6 +573,13 @@ def test_unknown_engine_and_folder(tmp_path, capsys):
     assert main(["import", str(tmp_path), "--engine", "auto"]) == 2
     assert main(["import", "x", "--engine", "nosuch"]) == 2
     assert "wanted one of auto, sglang" in capsys.readouterr().err
+
+
+def test_out_that_is_no_folder(tmp_path, capsys):
+    path = tmp_path / "x.log"
+    path.write_text(f"{DECODE}\n")
+    assert main(["import", str(path), "--out", str(path)]) == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
 
 
 def test_command_line_json_text_and_out(tmp_path, capsys):

@@ -75,7 +75,9 @@ def test_phases_from_marking_kernels(tmp_path):
     path = write(tmp_path / "t.json", [e for i in range(5) for e in sglang_step(1500 * i)])
     rows, notes = read_steps(path)
     assert "draft_extend cannot be told from draft" in notes[0]
-    step = {row["phase"]: row for row in rows if row["step_index"] == 1}
+    assert [row["step_index"] for row in rows] == [0] * 3 + [1] * 3 + [2] * 3  # of five, the first and last are cut
+    assert {round(row["step_ms"], 6) for row in rows} == {1.5}
+    step = {row["phase"]: row for row in rows if row["step_index"] == 0}
     assert set(step) == {"draft", "verify", "accept"}
     assert step["verify"]["forward_ms"] == pytest.approx(0.7)
     assert step["verify"]["attention_ms"] == pytest.approx(0.5)
@@ -170,5 +172,28 @@ def test_command_line(tmp_path, capsys):
     assert main(["import", str(path), "--json", "--out", str(tmp_path)]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert len((tmp_path / "steps.jsonl").read_text().splitlines()) == len(rows) == 6
-    assert main(["diagnose", str(path)]) == 0
+    assert main(["import", str(path)]) == 0
     assert "step 0 verify: 1.000 ms, attention 0.400" in capsys.readouterr().out
+
+
+def test_diagnosis_of_a_trace(tmp_path, capsys):
+    path = write(tmp_path / "t.json.gz", [e for i in range(5) for e in sglang_step(1500 * i)])
+    options = ["--engine-version", "0.5.21", "--gpu", "h200-sxm", "--model", "llama-3.1-8b"]
+    assert main(["diagnose", str(path), *options]) == 0
+    text = capsys.readouterr().out
+    for wanted in (
+        "sglang, 0.5.21",
+        "3 steps, medians: step 1.500 ms, gap 0.400 ms",
+        "verify: 0.700 ms, attention 71%",
+        "0.500 ms  _fwd_kernel  grid [1, 24, 1]",
+        "verify: triton, by its kernels",
+        "likely cause: verify cost: attention takes 71% of the verify pass; triton verifies without a KV split",
+        "next step: --attention-backend flashinfer",
+        "x one read of 16-bit weights",
+    ):
+        assert wanted in text
+    path = write(tmp_path / "v.json", [e for i in range(4) for e in vllm_step(2500 * i)])
+    assert main(["diagnose", str(path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["engine"] == "vllm"
+    assert found["cause"].startswith("launch overhead: no kernel runs in 44%")

@@ -26,17 +26,25 @@ def check(record: Record, *, imposed: bool = False, graphs: set[bool] | None = N
 def _counts(record: Record) -> Iterator[str]:
     length, rates, k = record.mean_acceptance_length, record.acceptance_rate_per_pos, record.num_speculative_tokens
     drafted, accepted, steps = record.num_drafted_tokens, record.num_accepted_tokens, record.steps
-    if length is not None and rates and abs(1 + sum(rates) - length) > _LENGTH + 0.0006 * len(rates):  # 1
-        yield f"contradiction: 1 + sum of rates per position is {1 + sum(rates):.2f}, the length {length:.2f}"
+    most = record.details.get("draft_depth") or k  # of a tree one path is kept
+    printed = record.details.get("mean_acceptance_length_of_drafted_steps")
+    over = printed or length  # what the rates are over
+    with_draft = record.num_drafted_steps or (
+        accepted / (printed - 1) if printed and printed > 1 and accepted else steps
+    )
+    if over is not None and rates and abs(1 + sum(rates) - over) > _LENGTH + 0.0006 * len(rates):  # 1
+        yield f"contradiction: 1 + sum of rates per position is {1 + sum(rates):.2f}, the length {over:.2f}"
+    if over and accepted and record.num_verify_steps and 1 + accepted / (record.num_verify_steps + 2) > over + _LENGTH:
+        yield f"contradiction: length {length:.2f} over all steps, {over:.2f} over those with a draft"
     if rates and any(later > earlier + _RATE for earlier, later in itertools.pairwise(rates)):
         yield "contradiction: a rate per position is above that of the position before it"
     if length is not None and length < 1 - _LENGTH:
         yield f"contradiction: a length of {length:.2f} is below 1: no bonus in it, or counts of two scopes"
-    if length is not None and k and length > k + 1 + _LENGTH:
-        yield f"contradiction: a length of {length:.2f} is above k + 1 = {k + 1}"
+    if length is not None and most and length > most + 1 + _LENGTH:
+        yield f"contradiction: a length of {length:.2f} is above k + 1 = {most + 1}"
     if drafted is not None and accepted is not None and accepted > drafted:
         yield f"contradiction: {accepted} accepted of {drafted} drafted tokens"
-    per_step = drafted / steps if drafted and steps and k else None
+    per_step = drafted / with_draft if drafted and with_draft and k else None
     if per_step and k and not 0.995 * k < per_step < 1.005 * k:
         text = "drafts are shorter than asked for" if per_step < k else "contradiction"
         yield f"{text}: {per_step:.2f} per step, k is {k}"
@@ -45,7 +53,7 @@ def _counts(record: Record) -> Iterator[str]:
     if length is not None and enough and not plain and length < 1.1:  # 2
         text = "almost no draft is kept: a broken draft path (head, quantisation, tokenizer), not a weak one"
         yield f"pinned acceptance: length {length:.2f}, {text}"
-    if length is not None and enough and k and length > k + 0.995:
+    if length is not None and enough and most and most + 0.995 < length <= most + 1 + _LENGTH:
         yield f"pinned acceptance: every draft is kept (length {length:.2f} = k + 1); the text may be garbage"
     output, again = (record.details.get(name) for name in ("output_tokens", "output_tokens_retokenized"))
     if output is not None and steps is not None and accepted is not None and record.scope in ("request", "run"):  # 4

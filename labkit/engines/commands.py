@@ -9,16 +9,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from labkit.engines.diagnose import diagnose, render
+from labkit.engines.diagnose import diagnose, diagnose_trace, render
 from labkit.engines.importing import Reader, import_files, summary
 from labkit.engines.recipes import recipe
-from labkit.engines.roles import launch_findings, launch_notes, resolve_roles
-from labkit.engines.server import parse_launch
+from labkit.engines.roles import gpu_row, launch_findings, launch_notes, resolve_roles, version_key
+from labkit.engines.server import Server, parse_launch
+from labkit.engines.tables import read_table
 from labkit.engines.trace import is_trace, read_steps
 from labkit.errors import InputError
 from labkit.progress import say
 
 MAX_PAGE_BYTES = 8 << 20
+KV_DTYPES = ("auto", "bfloat16", "bf16", "float16", "fp16", "half", "fp8", "fp8_e4m3", "fp8_e5m2", "float8_e4m3fn")
 _PAGES = ("/get_server_info", "/server_info", "/metrics")
 
 
@@ -29,7 +31,10 @@ def run_import(arguments: argparse.Namespace) -> None:
     logs = [path for path in arguments.files if path not in traces]
     steps, records = _steps(traces, reader), import_files(logs, reader=reader)
     if arguments.out:
-        arguments.out.mkdir(parents=True, exist_ok=True)
+        try:
+            arguments.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"out: wanted a folder, got {str(arguments.out)!r} ({error.strerror})") from error
         steps = _written(steps, arguments.out / "steps.jsonl") if traces else steps
         records = _written(records, arguments.out / "import.jsonl") if logs else records
     if arguments.json:
@@ -69,16 +74,21 @@ def _step_line(row: dict[str, Any]) -> str:
 
 def run_diagnose(arguments: argparse.Namespace) -> int:
     """Diagnose a log, a trace or a launch line, or print a recipe; 1 where a launch line has a mistake."""
+    _check_options(arguments)
     if arguments.launch:
         server, flags = parse_launch(arguments.launch, arguments.engine_version)
-        problems, notes = list(launch_findings(server, flags)), list(launch_notes(server))
+        problems, notes = list(launch_findings(server, flags)), list(launch_notes(server, flags))
         roles = {name: vars(role) for name, role in resolve_roles(server, arguments.gpu).items()}
         content: Any = {"engine": server.engine, "problems": problems, "notes": notes, "roles": roles}
-        lines = [*(problems or ["no mistake found"]), *notes]
+        lines = [*(problems or ["no mistake found in what was checked"]), *notes]
         lines += [f"{name}: {role['backend']}, {role['how']}" for name, role in roles.items()]
     elif arguments.file and is_trace(arguments.file):
         steps, notes = read_steps(arguments.file)
-        server, problems, content, lines = None, [], {"steps": steps, "notes": notes}, [*map(_step_line, steps), *notes]
+        version, problems = arguments.engine_version, []
+        found = diagnose_trace(steps, gpu=arguments.gpu, model=arguments.model, version=version)
+        found.warnings += notes
+        server = Server(found.engine, version, arguments.model, arguments.gpu)
+        content, lines = found.to_dict(), [render(found)]
     elif arguments.file or arguments.base_url:
         reader, problems = Reader(), []
         server = reader.server
@@ -99,10 +109,23 @@ def run_diagnose(arguments: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
+def _check_options(arguments: argparse.Namespace) -> None:
+    """InputError: a version without a number, a GPU without a row, a KV dtype without a size."""
+    if arguments.engine_version and not version_key(arguments.engine_version):
+        raise InputError(f"engine-version: wanted a version such as 0.5.21, got {arguments.engine_version!r}")
+    if arguments.gpu and gpu_row(arguments.gpu) is None:
+        known = ", ".join(row["gpu"] for row in read_table("gpu_peaks.csv"))
+        raise InputError(f"gpu: wanted one of {known}, got {arguments.gpu!r}")
+    if arguments.kv_dtype and arguments.kv_dtype not in KV_DTYPES:
+        raise InputError(f"kv-dtype: wanted one of {', '.join(KV_DTYPES)}, got {arguments.kv_dtype!r}")
+
+
 def _fetched(url: str, folder: Path) -> list[Any]:
     """Pages of a running server, those it has. Raises InputError when none answers."""
     found, problem = list[Any](), "the scheme is not http"
     for page in _PAGES if url.startswith(("http://", "https://")) else ():
+        if page == "/server_info" and found:  # the newer name of the page before
+            continue
         try:
             with urllib.request.urlopen(url.rstrip("/") + page, timeout=3) as answer:
                 found.append(folder / page.strip("/"))

@@ -4,6 +4,8 @@ Decode windows are grouped by context. Length by band tells acceptance; a line t
 tells cost: its slope against one read of the KV cache at the GPU's peak. Intervals resample windows.
 """
 
+import math
+import random
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -16,11 +18,12 @@ from labkit.engines.record import Record
 from labkit.engines.roles import Role, gpu_row, kernel, resolve_roles, rows_of, speculative_tokens
 from labkit.engines.server import Server
 from labkit.engines.tables import read_table
+from labkit.engines.trace import summarise
 from labkit.intervals import generator, percentile_interval, resampled_weights, student_spread
 from labkit.shapes import ModelShape, model_shape, model_shapes
 
 MAX_WINDOWS, MIN_WINDOWS, RESAMPLES = 5000, 6, 1000
-STEEP, NEAR_FLOOR, BROKEN, FALLING = 3.0, 2.0, 1.1, 0.05
+STEEP, NEAR_FLOOR, BROKEN, FALLING, SLACK, IDLE = 3.0, 2.0, 1.1, 0.05, 0.011, 0.3
 Interval = tuple[float, float, float]
 
 
@@ -30,7 +33,8 @@ class Diagnosis:
 
     bands: context_len_low, context_len_high, num_windows, mean_acceptance_length, low, high, step_ms.
     slope_ms_per_1k: growth of the step with 1,024 cached tokens of all requests together; slope_over_floor: that over
-    one read of their keys and values, all layers, at the peak bandwidth of the GPUs.
+    one read of their keys and values, all layers, at the peak bandwidth of the GPUs. trace: medians over its steps,
+    other_over_weights: the verify pass without attention over one read of 16-bit weights on one GPU.
     """
 
     engine: str = ""
@@ -48,6 +52,7 @@ class Diagnosis:
     next_step: str = ""
     unknown: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    trace: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -66,31 +71,77 @@ def diagnose(
 
     Raises InputError: a model that is not in ``model_shapes.csv``.
     """
-    kept, warnings, stride = list[Record](), Counter[str](), 1
-    for count, record in enumerate(records):
+    kept, warnings, count, chance, total = list[Record](), Counter[str](), 0, random.Random(0), list[Record]()
+    for record in records:
         warnings.update(record.warnings)
         server.engine = server.engine or record.engine
         server.version, server.model = server.version or record.engine_version, server.model or record.model
-        if record.mean_acceptance_length is not None and not record.details.get("plain") and count % stride == 0:
-            kept.append(record)
-        if len(kept) > MAX_WINDOWS:  # a long log is thinned evenly
-            kept, stride = kept[::2], stride * 2
+        if record.mean_acceptance_length is not None and not record.details.get("plain"):
+            if record.scope == "since_start":  # the same steps as its windows, which tell more
+                total = [record]
+                continue
+            count += 1
+            if count <= MAX_WINDOWS:
+                kept.append(record)
+            elif (place := chance.randrange(count)) < MAX_WINDOWS:  # each window is as likely to stay as any other
+                kept[place] = record
     found = Diagnosis(server.engine, server.version, model or server.model, gpu or server.gpu)
     found.roles = resolve_roles(server, found.gpu)
     found.warnings = [f"{n} x {text}" if n > 1 else text for text, n in warnings.most_common(10)]
+    if total and not kept:
+        kept, count = total, 1
+        found.unknown.append("windows: there is one value only, since the start of the server")
+    if count > len(kept):
+        found.warnings.append(f"{count - len(kept)} of {count} windows were left out, at random")
     names = ["mean_acceptance_length", "context_len", "batch_size", "step_ms", "cuda_graph"]
     windows = pd.DataFrame([[getattr(r, name) for name in names] for r in kept], columns=names)
     # Windows of SGLang hold equal numbers of steps, so a request weighs as much as another.
     windows["weight"] = [float(record.steps or record.batch_size or 1) for record in kept]
     _acceptance(found, windows)
-    # Names of few letters ("tiny") are parts of other names.
-    close = [name for name in model_shapes() if len(name) > 4 and _plain(name) in _plain(found.model or "")]
-    shape = model_shape(model) if model else model_shapes()[max(close, key=len)] if close else None
-    found.model = f"{found.model} (shape {shape.name})" if shape else found.model
+    shape = _shape(found, given=bool(model))
     num_gpus = server.number("tp_size", "tensor_parallel_size", "tp") or 1
     _cost(found, windows, shape, kv_dtype or server.args.get("kv_cache_dtype", ""), num_gpus)
-    _judge(found, windows, speculative_tokens(server))
+    sizes = Counter(record.num_speculative_tokens for record in kept if record.num_speculative_tokens)
+    _judge(found, windows, speculative_tokens(server) or (sizes.most_common(1)[0][0] if sizes else None))
     return found
+
+
+def diagnose_trace(
+    rows: list[dict[str, Any]], *, gpu: str | None = None, model: str | None = None, version: str | None = None
+) -> Diagnosis:
+    """Diagnose the steps that `read_steps` found in a trace.
+
+    Raises InputError: a model that is not in ``model_shapes.csv``.
+    """
+    seen = summarise(rows)
+    found, phases = Diagnosis(seen["engine"], version, model, gpu, trace=seen), seen["phases"]
+    shape, peak = _shape(found, given=bool(model)), gpu_row(gpu)
+    for phase, entry in phases.items():
+        name = entry["backend"] and (entry["backend"].upper() if found.engine == "vllm" else entry["backend"])
+        if entry["attention_ms"]:
+            found.roles[phase] = Role(name or "unknown", "by its kernels" if name else "kernels of several backends")
+    verify = phases.get("verify", {"forward_ms": 0.0, "attention_ms": 0.0})
+    draft = sum(entry["forward_ms"] for phase, entry in phases.items() if phase.startswith("draft"))
+    attention = verify["attention_ms"] / verify["forward_ms"] if verify["forward_ms"] else 0.0
+    gap = seen["gap_ms"] / seen["step_ms"]
+    holds = {"no_speculation": "verify" not in phases, "trace_gap": gap > IDLE, "trace_attention": attention > 0.5}
+    holds |= {"trace_draft": draft > verify["forward_ms"], "trace_other": True}
+    _conclude(found, holds, {"gap": gap, "attention": attention, "draft": draft, "verify": verify["forward_ms"]})
+    if shape and peak:
+        floor = shape.weight_bytes_read("bfloat16") / float(peak["memory_gb_per_s"]) / 1e6
+        seen["other_over_weights"] = (verify["forward_ms"] - verify["attention_ms"]) / floor
+    found.unknown.append("floor of the attention: contexts are not in a trace; a log of the server gives the slope")
+    return found
+
+
+def _shape(found: Diagnosis, given: bool) -> ModelShape | None:
+    """The shape that the model's name has in it. Names of few letters ("tiny") are parts of other names."""
+    shapes = {row["name"]: row["shape"] for row in read_table("engine_models.csv")} | {n: n for n in model_shapes()}
+    close = [name for name in shapes if len(name) > 4 and _plain(name) in _plain(found.model or "")]
+    name = shapes[max(close, key=len)] if close else found.model if given else None
+    shape = model_shape(name) if name else None
+    found.model = f"{found.model} (shape {shape.name})" if shape else found.model
+    return shape
 
 
 def _plain(name: str) -> str:
@@ -162,37 +213,50 @@ def _line(weights: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 def _judge(found: Diagnosis, windows: pd.DataFrame, k: int | None) -> None:
     """The first rule of ``diagnosis_rules.csv`` that holds; what is not known stays named."""
-    verify, ratio = found.roles.get("verify", Role("unknown", "")), found.slope_over_floor
-    runs, eager = kernel(found, verify.backend), int(windows["cuda_graph"].eq(False).sum())
+    ratio, eager = found.slope_over_floor, int(windows["cuda_graph"].eq(False).sum())
     length = float(np.average(windows["mean_acceptance_length"], weights=windows["weight"])) if len(windows) else 0.0
-    graph = rows_of(found.engine, "setting", found.engine_version, role="graph")
     holds = {
         "no_speculation": windows.empty,
         "broken_draft": length < BROKEN,
+        "contradiction": length > (k or math.inf) + 1 + SLACK,
+        "pinned": length > (k or math.inf) + 1 - SLACK,
         "verify_cost": ratio is not None and ratio[1] > STEEP,
         "falling_acceptance": found.acceptance == "falling with context",
+        "all_eager": eager == len(windows),
         "eager": eager > 0.2 * len(windows),
         "fixed_cost": ratio is not None and ratio[2] < NEAR_FLOOR,
         "between": ratio is not None,
         "no_floor": True,
     }
-    rule = next(row for row in read_table("diagnosis_rules.csv") if holds[row["finding"]])
-    unsplit = runs is not None and runs["kv_split"] == "no"
     words = {
         "length": length,
+        "ceiling": k and k + 1,
         "ratio": ratio[0] if ratio else None,
-        "kernel": f"; {verify.backend} verifies without a KV split ({runs['note']})" if runs and unsplit else "",
-        "flag": _other_backend(found, verify) if rule["finding"] == "verify_cost" else "",
         "eager": eager,
         "windows": len(windows),
+    }
+    _conclude(found, holds, words)
+    found.unknown.append("cost of a plain decode step: not in this log; --recipe all-reject gives it in two minutes")
+
+
+def _conclude(found: Diagnosis, holds: dict[str, bool], words: dict[str, Any]) -> None:
+    """Cause and next step of the first rule that holds."""
+    rule = next(row for row in read_table("diagnosis_rules.csv") if holds.get(row["finding"]))
+    verify, costly = (
+        found.roles.get("verify", Role("unknown", "")),
+        rule["finding"] in ("verify_cost", "trace_attention"),
+    )
+    graph = rows_of(found.engine, "setting", found.engine_version, role="graph")
+    runs = kernel(found, verify.backend)
+    unsplit = runs is not None and runs["kv_split"] == "no"
+    words |= {
+        "kernel": f"; {verify.backend} verifies without a KV split ({runs['note']})" if runs and unsplit else "",
+        "flag": _other_backend(found, verify) if costly else "",
         "graph_flag": graph[0]["flag"] if graph else "the graph sizes (flag unknown for this version)",
     }
     found.cause, found.next_step = rule["cause"].format(**words), rule["next_step"].format(**words)
-    if rule["finding"] == "verify_cost" and runs is None:
+    if costly and runs is None:
         found.unknown.append(f"which kernel {verify.backend} verifies with in version {found.engine_version}")
-    if k and length > k + 1.05:
-        found.warnings.append(f"contradiction: length {length:.2f} above k + 1 = {k + 1}")
-    found.unknown.append("cost of a plain decode step: not in this log; --recipe all-reject gives it in two minutes")
 
 
 def _other_backend(found: Diagnosis, verify: Role) -> str:
@@ -202,10 +266,22 @@ def _other_backend(found: Diagnosis, verify: Role) -> str:
     for name in {"sglang": ("flashinfer", "fa3"), "vllm": ("FLASH_ATTN", "FLASHINFER")}.get(found.engine, ()):
         row = kernel(found, name)
         if row and row["kv_split"] == "yes" and name != verify.backend:
-            own = found.engine == "sglang" and found.roles["decode"].backend != verify.backend
+            own = found.engine == "sglang" and found.roles.get("decode", verify).backend != verify.backend
             flag = "--prefill-attention-backend" if own else "--attention-backend"
             return f"{flag} {name} (moves {'prefill and verify' if own else 'all roles'}; compare on equal text)"
     return "unknown for this version: no backend with a KV split for verify is in the table"
+
+
+def _trace_lines(trace: dict[str, Any]) -> list[str]:
+    lines = [f"{trace['num_steps']} steps, medians: step {trace['step_ms']:.3f} ms, gap {trace['gap_ms']:.3f} ms"]
+    for phase, entry in trace["phases"].items():
+        share = entry["attention_ms"] / entry["forward_ms"] if entry["forward_ms"] else 0.0
+        lines.append(f"  {phase}: {entry['forward_ms']:.3f} ms, attention {share:.0%}")
+        lines += [
+            f"    {k['ms']:.3f} ms  {k['name'][:90]}  grid {k['grid'] or 'unknown'}" for k in entry["kernels"][:3]
+        ]
+    ratio = trace.get("other_over_weights")
+    return lines + ([f"  verify without attention: {ratio:.1f} x one read of 16-bit weights"] if ratio else [])
 
 
 def render(found: Diagnosis) -> str:
@@ -215,16 +291,17 @@ def render(found: Diagnosis) -> str:
         return "unknown" if value is None else f"{value[0]:{form}} [{value[1]:{form}}, {value[2]:{form}}]"
 
     lines = [", ".join(x or "unknown" for x in (found.engine, found.engine_version, found.model, found.gpu))]
-    lines += [f"acceptance: {found.acceptance}"]
+    lines += _trace_lines(found.trace) if found.trace else [f"acceptance: {found.acceptance}"]
     for band in found.bands:
         low, high, length = band["low"], band["high"], band["mean_acceptance_length"]
         value = shown(None if low is None else (length, low, high), ".2f") if low else f"{length:.2f}"
         step = f", step {band['step_ms']:.1f} ms" if band["step_ms"] else ""
         where = f"{band['context_len_low'] or 'any'} to {band['context_len_high'] or 'any'}"
         lines.append(f"  context {where}: {value}, {band['num_windows']} windows{step}")
-    slope, intercept = shown(found.slope_ms_per_1k, ".3f"), shown(found.intercept_ms, ".1f")
-    lines += [f"step: {slope} ms per 1,024 cached tokens + {intercept} ms, batch {found.batch_size or 'unknown'}"]
-    lines += [f"  you pay {shown(found.slope_over_floor, '.1f')} x one KV read"]
+    if not found.trace:
+        slope, intercept = shown(found.slope_ms_per_1k, ".3f"), shown(found.intercept_ms, ".1f")
+        lines += [f"step: {slope} ms per 1,024 cached tokens + {intercept} ms, batch {found.batch_size or 'unknown'}"]
+        lines += [f"  you pay {shown(found.slope_over_floor, '.1f')} x one KV read"]
     lines += [f"{name}: {role.backend}, {role.how}" for name, role in found.roles.items()]
     lines += [f"likely cause: {found.cause}", f"next step: {found.next_step}"]
     return "\n".join([*lines, *(f"unknown: {x}" for x in found.unknown), *(f"warning: {x}" for x in found.warnings)])

@@ -64,7 +64,8 @@ class Reader:
                 record.engine_version = record.engine_version or facts.version
                 record.model = record.model or facts.model
                 if facts.changes != changes:
-                    backend = {role: found.backend for role, found in resolve_roles(facts).items()} or None
+                    roles = resolve_roles(facts).items()
+                    backend = {n: None if role.backend == "unknown" else role.backend for n, role in roles} or None
                     changes = facts.changes
                 record.backend = backend
                 yield checks.check(record, imposed=facts.imposed, graphs=self._graphs)

@@ -26,9 +26,11 @@ class Log:
         """All drafters of one request."""
         printed, state = record.mean_acceptance_length, self.slots.pop(_slot(text), {})
         request_steps(record, state.get("output_tokens"), state.get("decode_ms_total"), state.get("prompt_tokens"))
+        if printed:  # it and the rates are over the steps with a draft
+            record.steps_from_length(printed - 1)
+            record.details["mean_acceptance_length_of_drafted_steps"] = printed
         if printed and record.num_verify_steps is None:
             record.zero_draft_steps = "excluded"
-            record.steps_from_length(printed - 1)
         elif record.num_verify_steps is None:
             record.warn("steps are not printed here, so the length is unknown; the eval time line would give them")
         return [record.derive()]

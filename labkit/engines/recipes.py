@@ -3,18 +3,39 @@
 Nothing here starts a server.
 """
 
+import json
 import shlex
 
+from labkit.engines.roles import known_flags
 from labkit.engines.server import Server
 from labkit.engines.tables import read_table
 from labkit.errors import InputError
 
+_LOAD = "--dataset-name random --random-input-len 4096 --random-output-len 512 --num-prompts 16 --max-concurrency 1"
+# Start of a launch line, and the engine's own tool that sends requests: the same ones whenever the seed is the same.
 _LAUNCH = {
-    "sglang": ("sglang serve --model-path {}", 30000),
-    "vllm": ("vllm serve {}", 8000),
-    "llamacpp": ("llama-server -m {}", 8080),
-    "trtllm": ("trtllm-serve {}", 8000),
+    "sglang": (
+        "sglang serve --model-path {}",
+        f"python -m sglang.bench_serving --backend sglang --base-url http://127.0.0.1:30000 --seed 1 {_LOAD}",
+    ),
+    "vllm": (
+        "vllm serve {}",
+        f"vllm bench serve --base-url http://127.0.0.1:8000 --model {{}} --ignore-eos --seed 1 {_LOAD}",
+    ),
+    "llamacpp": (
+        "llama-server -m {}",
+        "curl -s http://127.0.0.1:8080/completion -d "
+        """'{{"prompt": "PROMPT", "n_predict": 512, "temperature": 0, "cache_prompt": false}}'""",
+    ),
+    "trtllm": (
+        "trtllm-serve {}",
+        "python -m tensorrt_llm.serve.scripts.benchmark_serving --backend openai --host 127.0.0.1 --port 8000 "
+        f"--model {{}} --random-ids --ignore-eos --seed 1 {_LOAD}",
+    ),
 }
+_DRAFT_FLAGS = ("--spec", "--draft", "--model-draft", "-md", "-hfd", "-devd", "-ngld", "-ctkd", "-ctvd")
+_IMPOSED = ("SGLANG_SIMULATE", "TLLM_SPEC_DECODE")
+_SPEC_FLAGS = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
 
 
 def recipe(name: str, server: Server | None, launch: str | None) -> list[str]:
@@ -27,17 +48,36 @@ def recipe(name: str, server: Server | None, launch: str | None) -> list[str]:
     if not rows:
         wanted = "all-reject, k-sweep or backend-ab and an engine that has its switch"
         raise InputError(f"recipe: wanted {wanted}, got {name!r}, {server.engine!r}")
-    start, port = _LAUNCH[server.engine]
-    given = [f"--{key.replace('_', '-')} {shlex.quote(text)}" for key, text in server.args.items() if text != "False"]
-    line = launch or " ".join([start.format(shlex.quote(server.model or "MODEL")), *given])
-    lines = [f"# {name}: start each server in turn, replay the same scene, compare step_ms of the arms"]
+    model = shlex.quote(server.model or "MODEL")
+    start, bench = (text.format(model) for text in _LAUNCH[server.engine])
+    given = launch or " ".join([start, *_flags(server)])
+    lines = [f"# {name}: start each server in turn and send the same requests twice; compare the second ones"]
     for row in rows:
         for value in row["values"].split() or [""]:
+            line = f"{plain(given)} --speculative-config {_settings(server, row, value)}" if row["settings"] else given
             rows_verified = int(value) + 1 if value.isdecimal() else ""
-            words = {"value": value, "launch": line, "plain": plain(line), "rows": rows_verified}
-            lines += [f"# {row['title'].format(**words)}", row["command"].format(**words)]
-            lines.append(f"labkit replay --base-url http://127.0.0.1:{port} --scene SCENE --repeats 5 --out runs")
-    return lines if name == "backend-ab" else [*lines, "# plain decode, the baseline", plain(line), lines[-1]]
+            words = {"value": value, "launch": line, "plain": plain(given), "rows": rows_verified}
+            lines += [f"# {row['title'].format(**words)}", row["command"].format(**words), bench]
+    return lines if name == "backend-ab" else [*lines, "# plain decode, the baseline", plain(given), bench]
+
+
+def _flags(server: Server) -> list[str]:
+    """The arguments that are flags of the table, as a launch line has them."""
+    known, found = known_flags(server.engine), list[str]()
+    for key, text in server.args.items():
+        flag = next((flag for flag in (f"--{key.replace('_', '-')}", f"--{key}") if flag in known), "")
+        if flag and text.lower() != "false" and " " not in text:
+            found.append(flag if text.lower() == "true" else f"{flag} {shlex.quote(text.removeprefix('torch.'))}")
+    return found
+
+
+def _settings(server: Server, row: dict[str, str], value: str) -> str:
+    """The speculative settings of a vLLM server with the changes of a recipe, quoted."""
+    args = {_SPEC_FLAGS[key]: text for key, text in server.args.items() if key in _SPEC_FLAGS}
+    given = {key: int(text) if text.isdecimal() else text for key, text in args.items()} | server.settings
+    kept = {key: item for key, item in given.items() if not key.startswith(("synthetic", "rejection"))}
+    changed = json.loads(row["settings"].replace("{value}", value))
+    return shlex.quote(json.dumps((kept or {"method": "METHOD", "model": "DRAFTER"}) | changed))
 
 
 def plain(launch: str) -> str:
@@ -45,8 +85,8 @@ def plain(launch: str) -> str:
     kept, skip = list[str](), False
     for word in shlex.split(launch):
         flag = word.startswith("-")
-        skip = word.startswith("--spec") if flag else skip and kept is not None
-        if not skip and not word.startswith("SGLANG_SIMULATE"):
+        skip = word.startswith(_DRAFT_FLAGS) if flag else skip
+        if not skip and not word.startswith(_IMPOSED):
             kept.append(word)
         skip = skip and flag and "=" not in word
     return shlex.join(kept)

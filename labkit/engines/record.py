@@ -47,7 +47,7 @@ class Record:
     step_ms_source: str | None = None
     cuda_graph: bool | None = None
     prefill_mixed: bool | None = None
-    backend: dict[str, str] | None = None
+    backend: dict[str, str | None] | None = None
     details: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:

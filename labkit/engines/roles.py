@@ -1,5 +1,7 @@
 """Which flag moves which role, by ``data/reference/engine_flags.csv``; roles of a server, and how each was resolved."""
 
+import difflib
+import fnmatch
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,6 +10,12 @@ from typing import Any
 from labkit.engines.server import Server
 from labkit.engines.tables import read_table
 
+_OWN = ("-", "SGLANG_", "VLLM_", "TLLM_", "TRTLLM_")  # flags and environment variables of the engines
+_BLOCKS = ("NGRAM", "DFLASH", "DSPARK")  # their drafts are one block, whatever the number of steps
+_WHOLE = {f"speculative_{name}" for name in ("num_steps", "eagle_topk", "num_draft_tokens")} | {
+    *("num_speculative_tokens", "spec_tokens", "spec_draft_n_max", "max_draft_len", "max_num_seqs", "page_size"),
+    *("max_running_requests", "cuda_graph_max_bs", "max_cudagraph_capture_size", "tp_size", "tensor_parallel_size"),
+}
 ROLES = ("verify", "decode", "draft", "draft_extend", "prefill", "linear_decode", "linear_verify")
 
 
@@ -40,6 +48,12 @@ def rows_of(engine: str, kind: str, version: str | None, **wanted: str) -> list[
     return found
 
 
+def known_flags(engine: str) -> set[str]:
+    """Every flag of an engine in the table, of any version."""
+    rows = (row for row in read_table("engine_flags.csv") if row["engine"] == engine)
+    return {flag for row in rows for flag in row["flag"].split("|") if flag}
+
+
 def gpu_row(gpu: str | None) -> dict[str, str] | None:
     """The row of ``gpu_peaks.csv`` for a product name such as ``NVIDIA H200`` or a slug such as ``h200-sxm``."""
     words = set(re.findall(r"[a-z0-9]+", (gpu or "").lower()))
@@ -60,13 +74,17 @@ def resolve_roles(server: Server, gpu: str | None = None) -> dict[str, Role]:
     found: dict[str, Role] = {}
     for role in ("prefill", "decode", *ROLES):
         rows = rows_of(server.engine, "role", server.version, role=role)
+        if not rows and server.named:  # not read for this version: a rule that is the same in all that were read
+            every = rows_of(server.engine, "role", None, role=role)
+            rows = every if {row["inherits"] for row in every} == {"default"} else []
         used = not role.startswith("linear") or any("linear" in name for name in (*server.args, *server.named))
         if role in server.named:
             found[role] = Role(server.named[role], "named by the log")
         elif used and rows:
-            resolved, row = _resolve(rows[-1], server, found, gpu or server.gpu), rows[-1]
-            unsure = f" (version unknown: rule of {row['version_to']})"
-            surely = server.version or not row["version_to"]
+            row = max(rows, key=lambda row: version_key(row["version_to"]))
+            resolved = _resolve(row, server, found, gpu or server.gpu)
+            unsure = f"; version unknown, rule of {row['version_to']}"
+            surely = server.version or not row["version_to"] or "version unknown" in resolved.how
             found[role] = resolved if surely else Role(resolved.backend, resolved.how + unsure)
     return {role: found[role] for role in ROLES if role in found}
 
@@ -74,18 +92,20 @@ def resolve_roles(server: Server, gpu: str | None = None) -> dict[str, Role]:
 def _resolve(row: dict[str, str], server: Server, found: dict[str, Role], gpu: str | None) -> Role:
     for flag in filter(None, row["flag"].split("|")):
         if given := server.args.get(flag.strip("-").replace("-", "_")):
-            return Role(given, f"given ({flag})")
+            return Role(given, f"given by {flag}")
     source, *exceptions = row["inherits"].split("|")
     for condition, _, other in (text.partition(":") for text in exceptions):
         name, _, value = condition.partition("=")
         source = other if server.args.get(name) == value else source
     if source in found:
-        return Role(found[source].backend, f"inherited from {source} ({found[source].how})")
+        return Role(found[source].backend, f"inherited from {source}, {found[source].how}")
     for name, how in (("given", "named by the log"), ("default", "default, named by the log")):
         if source == "default" and name in server.named:
             return Role(server.named[name], how)
     if source == "default":
-        rows = [row for row in rows_of(server.engine, "default", server.version) if _fits(row, gpu)]
+        tree = any((server.number(name) or 1) > 1 for name in ("speculative_eagle_topk", "page_size"))
+        rows = rows_of(server.engine, "default", server.version)
+        rows = [row for row in rows if _fits(row, gpu) and row["inherits"] != ("chain" if tree else "tree")]
         if len({row["value"] for row in rows}) == 1:
             note = rows[0]["note"] or "no note"
             return Role(rows[0]["value"], f"default of the table for {gpu or 'every GPU'}: {note}")
@@ -104,44 +124,82 @@ def kernel(server: Any, backend: str, role: str = "verify") -> dict[str, str] | 
     return rows[0] if len({row["kv_split"] for row in rows}) == 1 else None
 
 
-def speculative_tokens(server: Server) -> int | None:
-    """k of a server's arguments: SGLang's num-draft-tokens counts the root, the others do not."""
-    rows = server.number("speculative_num_draft_tokens", "speculative_dflash_block_size")
+def speculative_tokens(server: Server, rows: bool = False) -> int | None:
+    """Drafts that a step can keep, k; for a tree that is its depth. ``rows``: what a step verifies without the root."""
+    # SGLang's num-draft-tokens counts the root, the others do not.
+    given = server.number("speculative_num_draft_tokens", "speculative_dflash_block_size")
+    drafts = given - 1 if given else None
+    if (depth := server.number("speculative_num_steps")) and server.args.get("speculative_algorithm") not in _BLOCKS:
+        chain = server.number("speculative_eagle_topk") in (None, 1)
+        return (depth if chain else drafts) if rows else min(depth, drafts or depth)
     others = server.number("num_speculative_tokens", "spec_draft_n_max", "max_draft_len", "num_spec_tokens")
-    return rows - 1 if rows else others
+    return others if drafts is None else drafts
 
 
 def launch_findings(server: Server, flags: list[str]) -> Iterator[str]:
     """What is inconsistent in the arguments of a launch line, in plain words."""
-    engine, version, args = server.engine, server.version, server.args
-    for flag in flags:
-        known = (row for row in read_table("engine_flags.csv") if row["engine"] == engine)
-        rows = [row for row in known if flag in row["flag"].split("|")]
-        if rows and not any(row in rows_of(engine, row["kind"], version) for row in rows):
-            ranges = ", ".join(sorted({f"{row['version_from']} to {row['version_to']}" for row in rows}))
-            text = rows[0]["note"] if rows[0]["role"] == "removed" else f"known for {ranges}"
-            yield f"{flag}: not a flag of {engine} {version}; {text}"
+    args = server.args
+    yield from _flag_texts(server, flags)[0]
+    for name in sorted(_WHOLE & args.keys()):
+        if not (args[name].isdecimal() and int(args[name])):
+            yield f"{name}: wanted a whole number of at least 1, got {args[name]!r}"
+    known = [
+        name for row in rows_of(server.engine, "setting", None, role="backends") for name in row["value"].split("|")
+    ]
+    for name in (name for name in args if name.endswith("attention_backend") and name[:3] != "mm_"):
+        if known and not any(fnmatch.fnmatch(args[name].lower(), pattern.lower()) for pattern in known):
+            yield f"{name} {args[name]}: no backend of the versions read; they have {', '.join(known)}"
+    for name in {"disable_cuda_graph", "enforce_eager"} & args.keys():
+        if args[name].lower() == "true":
+            yield f"--{name.replace('_', '-')}: every step runs without a CUDA graph and pays its launches"
     names = ("num_steps", "eagle_topk", "num_draft_tokens")
     steps, topk, rows_given = (server.number(f"speculative_{name}") for name in names)
-    chain = topk in (None, 1) and args.get("speculative_algorithm") not in ("NGRAM", "DFLASH", "DSPARK")
-    tree = sum(topk**i for i in range(steps + 1)) if steps and topk and steps < 32 else None
+    chain = topk in (None, 1) and args.get("speculative_algorithm") not in _BLOCKS
+    # Each level of a tree keeps topk nodes and tries topk children of each.
+    tree = 1 + topk + (steps - 1) * topk**2 if steps and topk else None
     most = steps + 1 if steps and chain else tree
     if most and rows_given and (rows_given > most or (chain and rows_given != most)):
-        text = (
-            f"{steps} steps with topk {topk or 1} hold {most} rows, root counted, the ceiling of the acceptance length"
-        )
+        text = f"{steps} steps with topk {topk or 1} hold {most} rows, root counted"
         yield f"--speculative-num-draft-tokens {rows_given}: {text}"
-    k, batch, graph = speculative_tokens(server), server.number("max_running_requests", "max_num_seqs"), server.number
-    if (size := graph("max_cudagraph_capture_size")) and batch and k and size < batch * (k + 1):
-        yield f"--max-cudagraph-capture-size {size}: below batch x q_len = {batch} x {k + 1}; those steps run eager"
+    k, batch, graph = (
+        speculative_tokens(server, rows=True),
+        server.number("max_running_requests", "max_num_seqs"),
+        server.number,
+    )
+    sizes = [int(text) for text in args.get("cudagraph_capture_sizes", "").split() if text.isdecimal()]
+    size, q_len = graph("max_cudagraph_capture_size") or max(sizes, default=None), (k or 0) + 1
+    if size and batch and size < batch * q_len:
+        yield f"largest CUDA graph {size}: below batch x q_len = {batch} x {q_len}; those steps run eager"
     if (size := graph("cuda_graph_max_bs")) and batch and size < batch:
         yield f"--cuda-graph-max-bs {size}: below {batch} running requests; larger batches run eager"
 
 
-def launch_notes(server: Server) -> Iterator[str]:
+def _flag_texts(server: Server, flags: list[str]) -> tuple[list[str], list[str]]:
+    """Flags that this version does not have; flags of which it is unknown."""
+    engine, wrong, unknown = server.engine, list[str](), list[str]()
+    read = {version_key(v) for row in rows_of(engine, "setting", None, role="read") for v in row["value"].split("|")}
+    known = known_flags(engine)
+    for flag in flags:
+        rows = [row for row in read_table("engine_flags.csv") if row["engine"] == engine]
+        rows = [row for row in rows if flag in row["flag"].split("|")]
+        gone = next((row["note"] for row in rows if row["role"] == "removed"), "")
+        ranges = ", ".join(sorted({f"{row['version_from']} to {row['version_to']}" for row in rows}))
+        if not rows and flag.startswith(_OWN) and "." not in flag and f"--{flag.removeprefix('--no-')}" not in known:
+            close = "".join(f"; did you mean {name}?" for name in difflib.get_close_matches(flag, known, 1, 0.8))
+            unknown.append(f"{flag}: unknown for this version, not in the table of flags; it was not checked{close}")
+        elif gone or (rows and not any(row in rows_of(engine, row["kind"], server.version) for row in rows)):
+            if version_key(server.version) in read:
+                wrong.append(f"{flag}: not a flag of {engine} {server.version}; {gone or f'known for {ranges}'}")
+            else:
+                unknown.append(f"{flag}: unknown for this version; {gone or f'known for {ranges}'}")
+    return wrong, unknown
+
+
+def launch_notes(server: Server, flags: list[str]) -> Iterator[str]:
     """What follows from the arguments and is no mistake."""
+    yield from _flag_texts(server, flags)[1]
     if k := speculative_tokens(server):
-        yield f"acceptance length is at most {k + 1}: {k} drafts per step and the bonus token"
+        yield f"acceptance length is at most {k + 1}: {k} drafts on a path and the bonus token"
     if (
         server.engine == "sglang"
         and "speculative_algorithm" in server.args

@@ -7,10 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from labkit.engines.reading import load_json
 from labkit.engines.tables import formats
 from labkit.errors import InputError
 
-_ARGUMENT = re.compile(r"""['"]?(\w+)['"]?\s*[=:]\s*('[^']*'|"[^"]*"|[\w.+/-]+)""")
+_ARGUMENT = re.compile(
+    r"""(?:['"]?(\w++)['"]?\s*[=:]\s*)?(?:(\w*+[({\[<])|([)}\]>])|('[^']*'|"[^"]*"|[\w.+/-]++))""", re.ASCII
+)
 _ARGUMENT_LINES = {"server_args=": "sglang", "non-default args:": "vllm", "with config:": "vllm"}
 _GPU = re.compile(r"NVIDIA ([A-Z]{1,4}\d{2,4}\w*(?: \w+)?)|(RTX [\w ]{4,40}?)(?=[,;)]|$)")
 # Arguments that say nothing about cost may hold secrets and are not kept.
@@ -19,6 +22,10 @@ _KEPT = re.compile(
     r"|tp_size|tensor_parallel|max_running|max_num_seqs|context_length|max_model_len|quantization|synthetic|rejection"
 )
 
+_SETTING = re.compile(
+    r"method|model|num_speculative_tokens|parallel_drafting|quantization|kv_cache_dtype|disable_padded_drafter_batch"
+    r"|(?:prompt_lookup|suffix|synthetic|draft|rejection|attention|moe)_\w+"
+)
 _PROGRAMS = {"sglang": "sglang", "vllm": "vllm", "llama-": "llamacpp", "trtllm": "trtllm"}
 _ENVIRONMENT = re.compile(r"([A-Z][A-Z0-9_]+)=(.*)")
 
@@ -33,6 +40,7 @@ class Server:
     gpu: str | None = None
     args: dict[str, str] = field(default_factory=dict)
     named: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)  # vLLM's speculative_config, to print it again
     changes: int = 0
 
     def take_line(self, text: str) -> bool:
@@ -42,7 +50,7 @@ class Server:
         for mark, engine in _ARGUMENT_LINES.items():
             if mark in text:
                 self.engine = engine
-                self.take_args(dict(_ARGUMENT.findall(text.partition(mark)[2])))
+                self.take_args(arguments(text.partition(mark)[2]))
         for item in formats("server"):
             if match := item.pattern.search(text):
                 self.engine, self.changes = item.engine, self.changes + 1
@@ -62,8 +70,12 @@ class Server:
         for name, value in args.items():
             text = str(value).strip("'\"")
             if isinstance(value, dict):  # the drafter's backend and model are not the target's
-                own = ("model", "backend", "attention_backend")
+                own = ("model", "backend", "attention_backend", "quantization", "kv_cache_dtype", "max_model_len")
+                if name == "speculative_config":
+                    self._take_settings(value)
                 self.take_args({f"{name}.{inner}" if inner in own else inner: text for inner, text in value.items()})
+            elif isinstance(value, list) and name == "cudagraph_capture_sizes":
+                self.args[name] = " ".join(map(str, value[:1000]))
             elif text in ("None", "", "null") or isinstance(value, list):
                 continue
             elif name in ("model_path", "model"):
@@ -72,6 +84,15 @@ class Server:
                 self.version = text[:60]
             elif _KEPT.search(name):
                 self.args[name] = text[:200]
+
+    def _take_settings(self, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            key = "num_speculative_tokens" if name == "num_spec_tokens" else name
+            text = value.strip("'\"") if isinstance(value, str) else value
+            if _SETTING.fullmatch(key) and text not in ("None", None) and not isinstance(value, dict):
+                plain = isinstance(text, str) and text == value  # not quoted: a number or a truth value, if it is one
+                known = load_json(text.lower()) if plain else None
+                self.settings[key] = text if known is None else known
 
     def number(self, *names: str) -> int | None:
         """The first of these arguments that is a whole number."""
@@ -83,6 +104,22 @@ class Server:
         return any("synth" in name for name in self.args) or self.args.get("rejection_sample_method") == "synthetic"
 
 
+def arguments(text: str) -> dict[str, Any]:
+    """Arguments of a printed object or dict; those of a named inner one in a dict of its own."""
+    found: dict[str, Any] = {}
+    open_groups = [found]
+    for name, opened, closed, value in _ARGUMENT.findall(text):
+        if opened:
+            open_groups.append(open_groups[-1].setdefault(name, {}) if name else open_groups[-1])
+            if not isinstance(open_groups[-1], dict):  # the name came before with a plain value
+                open_groups[-1] = {}
+        elif closed and len(open_groups) > 1:
+            open_groups.pop()
+        elif name and value:
+            open_groups[-1][name] = value
+    return found
+
+
 def parse_launch(line: str, version: str | None) -> tuple[Server, list[str]]:
     """Engine and arguments of a launch line, and the flags and environment variables that it sets.
 
@@ -92,12 +129,13 @@ def parse_launch(line: str, version: str | None) -> tuple[Server, list[str]]:
         words = shlex.split(line.replace("\\\n", " "))
     except ValueError as error:
         raise InputError(f"launch: wanted a shell command, got {error}") from error
-    engine = next((name for mark, name in _PROGRAMS.items() for word in words if mark in word), "")
+    places = ((name, i) for mark, name in _PROGRAMS.items() for i, word in enumerate(words) if mark in word)
+    engine, program = next(places, ("", 0))
     if not engine:
         raise InputError(f"launch: wanted a command of {', '.join(_PROGRAMS.values())}, got {line[:60]!r}")
     values: dict[str, Any] = {match[1]: match[2] for word in words if (match := _ENVIRONMENT.fullmatch(word))}
     flags = list(values)
-    for word, after in zip(words, [*words[1:], ""], strict=True):
+    for word, after in zip(words[program:], [*words[program + 1 :], ""], strict=True):
         if word.startswith("--") or re.fullmatch(r"-[a-z]{1,4}", word):
             name, _, value = word.partition("=")
             flags.append(name)

@@ -1,5 +1,7 @@
 """SGLang: decode lines of all generations, server info, meta_info, bench_serving."""
 
+import functools
+import math
 import re
 import statistics
 from collections import defaultdict, deque
@@ -8,6 +10,7 @@ from datetime import datetime
 from typing import Any
 
 from labkit.engines.record import Record
+from labkit.engines.roles import speculative_tokens
 from labkit.engines.server import Server
 from labkit.engines.tables import from_histogram, number, numbers
 
@@ -21,15 +24,16 @@ _COUNT_NAMES = {
 }
 
 
-def rate_forms(length: float, rate: float, rows: range) -> set[tuple[str, int]]:
+@functools.lru_cache(1 << 14)
+def rate_forms(length: float, rate: float, rows: range) -> frozenset[tuple[str, int]]:
     """The forms of "accept rate", and draft tokens (root counted), that a printed pair of two decimals fits."""
-    half, fits = 0.005 + 1e-9, set()
+    half, fits = 0.005 + 1e-9, set[tuple[str, int]]()
     for n in rows:
         if length <= n + half and abs(length / n - rate) <= half * (1 + 1 / n):
             fits.add((OLD, n))
         if n > 1 and length <= n + half and abs((length - 1) / (n - 1) - rate) <= half * (1 + 1 / (n - 1)):
             fits.add((STRICT, n))
-    return fits
+    return frozenset(fits)
 
 
 class _Rank:
@@ -37,15 +41,24 @@ class _Rank:
 
     def __init__(self) -> None:
         self.prefill_lines = self.cached_tokens = self.from_idle = 0.0
-        self.recent: deque[float] = deque(maxlen=9)
+        self.recent: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=9))  # by octave of cached tokens
         self.last: datetime | None = None
+
+    def usual(self, octave: int) -> tuple[float, float]:
+        """The usual step near this many cached tokens (0: none yet), and how many times more tokens this is."""
+        near = min(self.recent, key=lambda key: abs(key - octave), default=octave)
+        return statistics.median(self.recent.get(near) or [0.0]), 2.0 ** (octave - near)
+
+    def num_recent(self) -> int:
+        """Windows to compare with."""
+        return sum(map(len, self.recent.values()))
 
 
 class Log:
     """Decode lines to records. Lines wait until arithmetic over them tells which form the accept rate has."""
 
     def __init__(self, server: Server):
-        self.server, self.forms, self.pending = server, set[tuple[str, int]](), list[Record]()
+        self.server, self.forms, self.pending = server, frozenset[tuple[str, int]](), list[Record]()
         self.ranks: dict[str, _Rank] = defaultdict(_Rank)
 
     def prefill_line(self, record: Record, values: Mapping[str, str], text: str) -> list[Record]:
@@ -65,7 +78,7 @@ class Log:
             record.details["rank"] = rank
         if record.batch_size and (tokens := record.details.get("kv_tokens")):
             record.context_len = tokens / record.batch_size
-        if record.mean_acceptance_length is None:
+        if record.mean_acceptance_length is None and "accept len" not in values:
             record.mean_acceptance_length, record.details["plain"] = 1.0, True
             record.definition = "plain decode: the line has no accept len, one token per step and request"
         elif (rate := number(values.get("accept rate"))) is not None:
@@ -79,19 +92,20 @@ class Log:
         record.prefill_mixed = rank.prefill_lines > 0
         if rank.cached_tokens:
             record.details["cached_tokens"] = rank.cached_tokens
-        batch, rate = record.batch_size, record.output_tokens_per_s
-        step = 1000 * batch * (record.mean_acceptance_length or 1) / rate if batch and rate else None
-        usual = statistics.median(rank.recent) if rank.recent else None
+        batch, rate, length = record.batch_size, record.output_tokens_per_s, record.mean_acceptance_length
+        step = 1000 * batch * length / rate if batch and rate and length else None
+        octave = round(math.log2(max(record.details.get("kv_tokens", 0), 1)))
+        usual, growth = rank.usual(octave)  # a step grows at most as the tokens that it reads
         if rank.from_idle:
             _idle(record)
-        elif step and usual and step > _STALL * usual:
+        elif step and usual and step > _STALL * usual * max(growth, 1):
             record.details["stalled"] = True
             record.warn(f"this window took {step / usual:.0f} times the usual step: idle or stalled time is in it")
-        elif step and usual and len(rank.recent) == 1 and usual > _STALL * step and self.pending:
+        elif step and usual and rank.num_recent() == 1 and usual > _STALL * step * max(1 / growth, 1) and self.pending:
             _idle(self.pending[0])  # the first line of a log has nothing before it to compare with
             rank.recent.clear()
         if step and not record.details.get("stalled") and not record.details.get("after_idle"):
-            rank.recent.append(step)
+            rank.recent[octave].append(step)
         now = _moment(record.time)
         silence = (now - rank.last).total_seconds() if now and rank.last else 0
         if silence > _SILENT_S and record.prefill_mixed:
@@ -107,11 +121,12 @@ class Log:
             if rate is not None and "fits" not in record.details:
                 sizes = [given] if given else [n for _, n in self.forms] if len(self.forms) == 1 else None
                 length = record.mean_acceptance_length or 0
-                fits = set().union(*(rate_forms(length, rate, range(n, n + 1)) for n in sizes)) if sizes else set()
-                record.details["fits"] = fits = fits or rate_forms(length, rate, range(2, 0 if given else 65))
+                found = (fit for n in sizes or () for fit in rate_forms(length, rate, range(n, n + 1)))
+                fits = frozenset(found) or rate_forms(length, rate, range(2, 0 if given else 65))
+                record.details["fits"] = fits
                 self.forms = (self.forms & fits) or fits or self.forms
         undecided = len(self.forms) > 1 and any("fits" in record.details for record in self.pending)
-        alone = len(self.pending) == 1 and not any(len(rank.recent) > 1 for rank in self.ranks.values())
+        alone = len(self.pending) == 1 and not any(rank.num_recent() > 1 for rank in self.ranks.values())
         if at_end or len(self.pending) >= _MAX_PENDING or not (undecided or alone):
             waiting, self.pending = self.pending, []
             yield from (self._settle(record, given) for record in waiting)
@@ -137,6 +152,8 @@ class Log:
         k, length = record.num_speculative_tokens, record.mean_acceptance_length
         if k and length and record.draft_acceptance_rate is None and fits != set():
             record.draft_acceptance_rate = (length - 1) / k
+        if k and (depth := speculative_tokens(self.server)) and depth < k:  # of a tree one path is kept
+            record.details["draft_depth"] = depth
         return record.derive()
 
 
@@ -184,6 +201,10 @@ def server_info(record: Record, node: Mapping[str, Any]) -> None:
         record.warn(f"{text}; their verify counts are not given, so the lengths cannot be pooled")
     rows = number(node.get("speculative_num_draft_tokens"))
     record.num_speculative_tokens = round(rows) - 1 if rows else None
+    server = Server()
+    server.take_args(node)
+    if (depth := speculative_tokens(server)) and rows and depth < rows - 1:
+        record.details["draft_depth"] = depth
 
 
 def bench(record: Record, node: Mapping[str, Any]) -> None:

@@ -74,8 +74,11 @@ def read_table(name: str) -> tuple[dict[str, str], ...]:
 def number(value: Any) -> float | None:
     """The number of a JSON value or at the start of a text; None for none, NaN or one beyond any figure."""
     if isinstance(value, str):
-        match = _NUMBER.match(value.strip())
-        value = float(match[0].replace(",", "").rstrip(".")) if match else None
+        try:
+            value = float(value)  # most are plain numbers
+        except ValueError:
+            match = _NUMBER.match(value.strip())
+            value = float(match[0].replace(",", "").rstrip(".")) if match else None
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if abs(value) < 1e15 else None  # no figure is larger; false for NaN as well
@@ -106,8 +109,10 @@ def _put(record: Record, name: str, value: Any, factor: float) -> None:
 
 
 def store(record: Record, name: str, value: float) -> None:
-    """One number into the field of that name, a whole one into a count, any other into the details."""
-    if name in _RECORD_FIELDS:
+    """One number into the field of that name, a whole one into a count, any other into the details; none below 0."""
+    if value < 0:
+        record.warn(f"{name} of {value:g} is below 0: not used")
+    elif name in _RECORD_FIELDS:
         setattr(record, name, round(value) if name in (*COUNTS, "num_speculative_tokens") else value)
     else:
         record.details[name] = value

@@ -8,6 +8,7 @@ import itertools
 import json
 import re
 from array import array
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from labkit.errors import InputError
 
 MAX_EVENT_CHARACTERS, MAX_HEADER_CHARACTERS, MAX_EVENTS = 1 << 20, 64 << 20, 20_000_000
 _DEVICE, _RANGES = ("kernel", "gpu_memcpy", "gpu_memset"), {"user_annotation": "cpu", "gpu_user_annotation": "gpu"}
+_ENGINES = ("sglang", "vllm")
 Phase = tuple[float, float, str]
 
 
@@ -138,12 +140,38 @@ def read_steps(path: str | Path) -> tuple[list[dict[str, Any]], list[str]]:
     phases, notes = content.phases(), list(source.notes)
     if not content.ranges:
         notes.append("phases are split at marking kernels: draft_extend cannot be told from draft")
-    labels = [phase[2] for phase in phases]
+    labels = [phase[2] for phase in phases]  # a trace opens anywhere in a step
     first = [i for i, label in enumerate(labels) if label == labels[0] and (i == 0 or labels[i - 1] != label)]
+    if not content.ranges and any(pair == (labels[0],) * 2 for pair in itertools.pairwise(labels[1:])):
+        first = first[1:]  # only the mark at the end of the first phase is there: it began before the trace
     if len(first) < 2:
         raise InputError(f"{path}: wanted two steps with draft, verify or accept phases (names: docs/importing.md)")
     steps = (_step(content, n, phases[a:b], phases[b][0]) for n, (a, b) in enumerate(itertools.pairwise(first)))
     return list(itertools.chain.from_iterable(steps)), notes
+
+
+def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians over the steps of a trace: num_steps, step_ms, gap_ms, and by phase forward_ms, attention_ms, kernels.
+
+    kernels: the largest five with ms per step; engine and, by phase, backend: what the names of kernels tell.
+    """
+    known = [row for row in read_table("engine_trace.csv") if row["what"] != "range"]
+    found: dict[str, Any] = {"engine": "", "phases": {}}
+    for phase in dict.fromkeys(row["phase"] for row in rows):
+        own, total = [row for row in rows if row["phase"] == phase], Counter[tuple[str, str | None]]()
+        for kernel in itertools.chain.from_iterable(row["kernels"] for row in own):
+            total[kernel["name"], kernel["grid"]] += kernel["ms"] / len(own)
+        entry: dict[str, Any] = {
+            name: float(np.median([row[name] for row in own])) for name in ("forward_ms", "attention_ms")
+        }
+        entry["kernels"] = [{"name": n, "grid": grid, "ms": ms} for (n, grid), ms in total.most_common(5)]
+        matches = [row for name, _ in total for row in known if re.search(row["pattern"], name)]
+        found["engine"] = found["engine"] or next((row["engine"] for row in matches if row["engine"] in _ENGINES), "")
+        backends = {row["phase"] for row in matches if row["what"] == "attention"}
+        found["phases"][phase] = entry | {"backend": backends.pop() or None if len(backends) == 1 else None}
+    steps = list({row["step_index"]: row for row in rows}.values())
+    medians = {name: float(np.median([step[name] for step in steps])) for name in ("step_ms", "gap_ms")}
+    return found | medians | {"num_steps": len(steps)}
 
 
 def _step(content: _Events, index: int, phases: list[Phase], end: float) -> Iterator[dict[str, Any]]:
