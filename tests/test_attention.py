@@ -142,7 +142,7 @@ def test_wrong_results_are_located(generator):
         lse *= math.log2(math.e)
 
     call._run = one_wrong_entry
-    with pytest.raises(WrongResult, match=r"'reference': error inf .* request 1, query row 2, query head 4"):
+    with pytest.raises(WrongResult, match=r"'reference': error is not finite .* request 1, query row 2, query head 4"):
         check(call, cache, WITH_LSE)
     call._run = base_two_lse
     with pytest.raises(WrongResult, match="lse error"):
