@@ -45,6 +45,9 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
+_Add = Callable[[str, Callable[[argparse.Namespace], int | None], str], argparse.ArgumentParser]
+
+
 def _build_parser() -> _Parser:
     parser = _Parser(prog="labkit", description="Does speculative decoding pay here, and why?")
     parser.add_argument("--version", action="version", version=f"labkit {__version__}")
@@ -55,6 +58,13 @@ def _build_parser() -> _Parser:
         sub.set_defaults(command=command)
         return sub
 
+    _add_measuring(add)
+    _add_reading(add)
+    _add_publishing(add)
+    return parser
+
+
+def _add_measuring(add: _Add) -> None:
     doctor = add("doctor", _doctor, "device, versions, and each backend: usable or why not")
     doctor.add_argument(
         "--calibrate", action="store_true", help="measure read bandwidth, matrix rate and noise (seconds)"
@@ -87,6 +97,8 @@ def _build_parser() -> _Parser:
     trial.add_argument("--full", action="store_true", help="the full correctness matrix (minutes), with progress")
     _json_flag(trial)
 
+
+def _add_reading(add: _Add) -> None:
     check = add("check", _check, "validate stored runs")
     check.add_argument("paths", nargs="+", type=Path, metavar="PATH")
     _json_flag(check)
@@ -124,6 +136,8 @@ def _build_parser() -> _Parser:
         diagnoser.add_argument(f"--{name}", help="where the log or launch line does not tell it")
     _json_flag(diagnoser)
 
+
+def _add_publishing(add: _Add) -> None:
     add("tour", _tour, "headline figure and table from the committed data, without torch")
 
     batch = add("batch", _batch, "run the notebooks unattended: executed copies, HTML, figures")
@@ -138,7 +152,6 @@ def _build_parser() -> _Parser:
 
     figures = add("figures", _figures, "draw the committed figures from the committed data")
     figures.add_argument("--stale", action="store_true", help="only list figures whose data or code changed")
-    return parser
 
 
 def _json_flag(parser: argparse.ArgumentParser) -> None:

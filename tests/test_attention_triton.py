@@ -37,9 +37,10 @@ def test_under_the_interpreter():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def run(
+def check_backends(
     generator, q_len, context_len, heads, head_dim, page_size, dtype="float32", backends=BACKENDS, kv_dtype=None, **spec
 ):
+    """Raises WrongResult where a backend is off; what each launches."""
     batch_size = 1 if isinstance(context_len, int) else len(context_len)
     shape = AttentionShape(
         batch_size, q_len, context_len, *heads, head_dim, page_size=page_size, q_dtype=dtype, kv_dtype=kv_dtype
@@ -62,14 +63,14 @@ def run(
 @pytest.mark.parametrize("kv_len", [1, 127, 128])
 @pytest.mark.parametrize("q_len", [1, 2, 5, 17])
 def test_odd_sizes(generator, q_len, kv_len, page_size):
-    run(generator, q_len, max(kv_len - q_len, 0), (2, 1), 64, page_size)
+    check_backends(generator, q_len, max(kv_len - q_len, 0), (2, 1), 64, page_size)
 
 
 @interpreted
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("page_size", [1, 64])
 def test_long_context(generator, page_size, dtype):
-    run(generator, 5, 4092, (2, 1), 16, page_size, dtype)
+    check_backends(generator, 5, 4092, (2, 1), 16, page_size, dtype)
 
 
 @interpreted
@@ -77,7 +78,7 @@ def test_long_context(generator, page_size, dtype):
     ("heads", "head_dim"), [((2, 2), 32), ((6, 2), 64), ((4, 1), 128), ((6, 1), 64), ((2, 1), 256), ((24, 1), 16)]
 )
 def test_groups_head_dims_and_several_row_tiles(generator, heads, head_dim):
-    infos = run(generator, 4, 150, heads, head_dim, 16, "float16")
+    infos = check_backends(generator, 4, 150, heads, head_dim, 16, "float16")
     group_size = heads[0] // heads[1]
     assert infos[0]["grid"] == (1, heads[0], 1)
     assert infos[0]["kv_passes"] == group_size
@@ -89,14 +90,14 @@ def test_groups_head_dims_and_several_row_tiles(generator, heads, head_dim):
 @pytest.mark.parametrize("q_len", [1, 3])
 def test_ragged_batch_with_empty_splits(generator, q_len):
     """The long request sets the splits, the short ones leave most of theirs empty."""
-    info = run(generator, q_len, (1000, 0, 130), (2, 1), 32, 16)[1]
+    info = check_backends(generator, q_len, (1000, 0, 130), (2, 1), 32, 16)[1]
     assert info["num_splits"] > 3
 
 
 @interpreted
 @pytest.mark.parametrize("max_splits", [1, 2, 3])
 def test_max_splits_caps(generator, max_splits):
-    info = run(generator, 2, 700, (2, 1), 32, 16, max_splits=max_splits, backends=["triton_split"])[0]
+    info = check_backends(generator, 2, 700, (2, 1), 32, 16, max_splits=max_splits, backends=["triton_split"])[0]
     assert info["num_splits"] == max_splits
     assert info["num_programs"] == max_splits
     # Per row: partial results, and one lse each. With one split the output is written directly.
@@ -105,14 +106,14 @@ def test_max_splits_caps(generator, max_splits):
 
 @interpreted
 def test_prefill_chunk(generator):
-    run(generator, 70, 90, (3, 1), 16, 16)
+    check_backends(generator, 70, 90, (3, 1), 16, 16)
 
 
 @interpreted
 @pytest.mark.parametrize("kv_dtype", [None, "float8_e4m3fn"])
 def test_every_rung_and_engine_shape(generator, kv_dtype):
     """One kernel, tiled nine ways: each must count its passes over K and V as it runs them."""
-    infos = run(generator, 5, (300, 0), (6, 2), 64, 16, "float16", backends=ALL, kv_dtype=kv_dtype)
+    infos = check_backends(generator, 5, (300, 0), (6, 2), 64, 16, "float16", backends=ALL, kv_dtype=kv_dtype)
     found = {name: (info["num_splits"] > 1, info["kv_passes"]) for name, info in zip(ALL, infos, strict=True)}
     assert found == {
         "triton_split": (True, 1),
@@ -131,7 +132,7 @@ def test_every_rung_and_engine_shape(generator, kv_dtype):
 @pytest.mark.parametrize("q_len", [1, 2, 7, 33, 64])
 @pytest.mark.parametrize("page_size", [4, 16, 64])
 def test_random_trees(generator, q_len, page_size):
-    run(generator, q_len, (150, 0), (2, 1), 32, page_size, "float16", tree="random")
+    check_backends(generator, q_len, (150, 0), (2, 1), 32, page_size, "float16", tree="random")
 
 
 @interpreted
@@ -150,7 +151,7 @@ def test_fully_masked_rows_give_zero_and_minus_infinity(generator):
 @interpreted
 @pytest.mark.parametrize("window", [1, 5, 64, 130, 10_000])
 def test_windows(generator, window):
-    run(generator, 5, (300, 20, 0), (4, 2), 32, 16, "float16", window=window)
+    check_backends(generator, 5, (300, 20, 0), (4, 2), 32, 16, "float16", window=window)
 
 
 @interpreted

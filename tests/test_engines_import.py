@@ -482,8 +482,10 @@ GARBLED = [
 
 @pytest.mark.parametrize("text", GARBLED)
 def test_garbled_lines_do_no_harm(text):
-    for record in Reader().read_text(f"{text}\n{DECODE}\n{text}", "x"):
-        json.dumps(record.to_dict(), allow_nan=False)
+    records = [record.to_dict() for record in Reader().read_text(f"{text}\n{DECODE}\n{text}", "x")]
+    assert json.dumps(records, allow_nan=False)
+    (alone,) = [record.to_dict() for record in Reader().read_text(DECODE, "x")]
+    assert alone["mean_acceptance_length"] in [record["mean_acceptance_length"] for record in records]
 
 
 def test_secrets_of_the_arguments_are_not_kept():
