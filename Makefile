@@ -52,7 +52,7 @@ figures: $(STAMP)  ## draw the committed figures again from the committed data
 	$(BIN)/labkit figures
 
 lock:  ## resolve requirements.lock anew (needs uv)
-	uv pip compile pyproject.toml --extra bench --extra notebooks --extra dev --universal --python-version 3.11 --generate-hashes --quiet -o requirements.lock
+	uv pip compile pyproject.toml --extra bench --extra dask --extra replay --extra notebooks --extra dev --universal --python-version 3.11 --generate-hashes --quiet -o requirements.lock
 
 clean:  ## remove the environment and what was built
 	rm -rf $(VENV) build

@@ -29,13 +29,13 @@ def conda_pins() -> dict[str, str]:
     parsed = yaml.safe_load((ROOT / "environment.yml").read_text())
     (pip,) = [item["pip"] for item in parsed["dependencies"] if isinstance(item, dict)]
     assert pip[-1] == "-e ."
-    return dict(line.split("==") for line in pip[:-1])
+    return dict(line.split(";")[0].split("==") for line in pip[:-1])
 
 
 def direct_requirements() -> set[str]:
     project = pyproject()["project"]
     extras = project["optional-dependencies"]
-    lines = project["dependencies"] + extras["bench"] + extras["notebooks"] + extras["dev"]
+    lines = project["dependencies"] + sum((extras[e] for e in ("bench", "dask", "replay", "notebooks", "dev")), [])
     return {re.match(r"[\w.-]+", line)[0].lower() for line in lines}
 
 
