@@ -16,6 +16,7 @@ from labkit.breakeven import CURVE_COLUMNS, Breakeven
 from labkit.canvas import add_header, add_legend, freeze_layout, new_figure
 from labkit.cost import floor_relative_cost
 from labkit.errors import InputError
+from labkit.forward_costs import FREE
 from labkit.plots import ACCEPTANCE_ORIGINS, plot_breakeven, plot_speedup
 from labkit.rows import listed
 from labkit.shapes import model_shape
@@ -89,8 +90,8 @@ def breakeven_floor(cells: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for row in cells[keys].drop_duplicates().to_dict("records"):
         try:
-            model = model_shape(row["target"])
-            draft_model = None if row["drafter"] == "ngram" else model_shape(row["drafter"])
+            model = model_shape(row["target"].removeprefix("random:"))
+            draft_model = None if row["drafter"] in ("ngram", FREE) else model_shape(row["drafter"])
         except InputError:
             continue
         sizes = {name: int(row[name]) for name in keys[2:5]}
