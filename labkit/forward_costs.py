@@ -5,6 +5,8 @@ one decode forward. Not in it, unlike in the loop's wall time: host time between
 drafts without a model. `labkit.step_table.closure_table` says how much that is.
 """
 
+from collections.abc import Sequence
+
 import pandas as pd
 
 from labkit.errors import InputError
@@ -27,11 +29,12 @@ def loop_rows(step_rows: pd.DataFrame) -> pd.DataFrame:
     drafter whose forwards were measured in the group, with its cost. A step drafts j tokens by ``draft_extend`` over the
     tokens of the last step (q_len j+1, or the one length measured), which gives the first draft, and j-1 ``draft``
     forwards of one token; by j of these where no extend was measured; or by one ``draft`` forward of q_len j+1 (a block).
-    A step without a draft is the decode forward of the same backend and costs no drafting.
+    A step without a draft is the decode forward of the same backend and costs no drafting. Rows with a shared prefix are
+    left out: they are costs of another kind of batch.
 
     Raises InputError: columns or phases are missing, or a draft forward without its drafter's name.
     """
-    rows = ok_rows(step_rows, "step", [*UNIT, *_CONSTANT, *_FORWARD, "forward_ms"])
+    rows = without_shared_prefix(ok_rows(step_rows, "step", [*UNIT, *_CONSTANT, *_FORWARD, "forward_ms"]))
     if rows[UNIT].isna().any(axis=None):
         raise InputError("step rows need run_id, group and round in every row: ratios are paired by them")
     quality = rows["quality"] if "quality" in rows else None
@@ -53,6 +56,11 @@ def loop_rows(step_rows: pd.DataFrame) -> pd.DataFrame:
     )
 
 
+def without_shared_prefix(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows of forwards whose requests share no context."""
+    return rows[rows["shared_prefix_len"].fillna(0) == 0] if "shared_prefix_len" in rows else rows
+
+
 def _speculative(decode: pd.DataFrame, verify: pd.DataFrame) -> pd.DataFrame:
     """Verify forwards of every draft length up to k, for every k of a group and backend."""
     cells = verify[["run_id", "group", "backend", "q_len"]].drop_duplicates()
@@ -71,21 +79,32 @@ def _drafted(free: pd.DataFrame, forwards: pd.DataFrame) -> list[pd.DataFrame]:
         raise InputError("drafter must be given in every step row of phase draft or draft_extend")
     arms = []
     for (drafter, backend), own in drafts.groupby(["drafter", "backend"]):
-        extend, draft = own[own["phase"] == "draft_extend"], own[own["phase"] == "draft"]
-        drafted = free.assign(drafter=drafter, draft_backend=backend)
-        one = _draft_ms(drafted, draft[draft["q_len"] == 1], by_length=False)
-        block = _draft_ms(drafted, draft[draft["q_len"] > 1], by_length=True)
-        first = _draft_ms(drafted, extend, by_length=extend["q_len"].nunique() > 1)
-        j = drafted["num_drafted_tokens"]
-        draft_ms = one * j if extend.empty else first + (one * (j - 1)).where(j > 1, 0.0)
-        draft_ms = draft_ms.fillna(block).where(j > 0, 0.0)
-        drafted = drafted.assign(forward_ms=drafted["forward_ms"] + draft_ms)
-        arms.append(drafted[drafted["forward_ms"].notna()])
+        times = own.groupby([*UNIT, "phase", "q_len"])["forward_ms"].median().unstack(["phase", "q_len"])
+        for j, steps in free.groupby("num_drafted_tokens"):
+            plan = draft_forwards(list(times.columns), int(str(j)))
+            if plan is None:
+                continue
+            draft_ms = sum((count * times[forward] for forward, count in plan), start=0.0 * times.iloc[:, 0].fillna(0.0))
+            drafted = steps.assign(drafter=drafter, draft_backend=backend).join(draft_ms.rename("draft_ms"), on=UNIT)
+            drafted["forward_ms"] += drafted.pop("draft_ms")
+            arms.append(drafted[drafted["forward_ms"].notna()])
     return arms
 
 
-def _draft_ms(steps: pd.DataFrame, forwards: pd.DataFrame, *, by_length: bool) -> pd.Series:
-    """The drafter's forward of the same round (and q_len) for each step, NaN where there is none."""
-    keys = [*UNIT, *(["q_len"] if by_length else [])]
-    found = forwards.groupby(keys)["forward_ms"].median().rename("draft_ms")
-    return steps[keys].join(found, on=keys)["draft_ms"]
+def draft_forwards(
+    measured: Sequence[tuple[str, int]], num_drafted_tokens: int
+) -> list[tuple[tuple[str, int], int]] | None:
+    """The forwards (phase, q_len) that draft so many tokens, and how often each runs; None where one was not measured.
+
+    measured : the (phase, q_len) of the drafter that were measured in the group.
+    """
+    j = num_drafted_tokens
+    extends = [forward for forward in measured if forward[0] == "draft_extend"]
+    first = [forward for forward in extends if forward[1] == j + 1 or len(extends) == 1]
+    if j == 0:
+        return []
+    if ("draft", 1) not in measured and ("draft", j + 1) in measured:
+        return [(("draft", j + 1), 1)]
+    if bool(extends) != bool(first) or (j > len(first) and ("draft", 1) not in measured):
+        return None
+    return [(forward, 1) for forward in first] + [(("draft", 1), j - len(first))]

@@ -1,12 +1,17 @@
 """Which backend decodes and which verifies under one engine setting, and whether step rows hold both."""
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import pandas as pd
 
+from labkit.breakeven import breakeven
 from labkit.errors import InputError
+from labkit.forward_costs import FREE, loop_rows
 from labkit.paths import REFERENCE
 from labkit.rows import ok_rows
+from labkit.step_costs import baseline_ms, step_costs
 
 
 @dataclass(frozen=True)
@@ -58,3 +63,35 @@ def measured_pairings(step_rows: pd.DataFrame) -> list[Pairing]:
     if not found:
         raise InputError("pairings: want a decode and a verify backend of one pairing in the step rows; got none")
     return found
+
+
+def pairing_cells(
+    step_rows: pd.DataFrame,
+    pairing: Pairing,
+    *,
+    num_speculative_tokens: int,
+    acceptance_length: float,
+    drafter: str = FREE,
+    baseline: str = "fastest",
+) -> tuple[pd.DataFrame, list[dict[str, Any]]]:
+    """`labkit.breakeven.breakeven` of one pairing at one k under an imposed length: its cells, and its crossovers.
+
+    baseline : "fastest" plain decode of each cell, or "own": the pairing's decode backend.
+
+    The cells also have label, step_ms and decode_ms (medians over rounds). Raises InputError: the pairing was not
+    measured at this k, or the length exceeds k+1.
+    """
+    k, phase, backend = num_speculative_tokens, step_rows["phase"], step_rows["backend"]
+    decode = (phase == "decode") & ((backend == pairing.decode_backend) | (baseline == "fastest"))
+    verify = (phase == "verify") & (backend == pairing.verify_backend) & (step_rows["q_len"] == k + 1)
+    draft = phase.isin(("draft", "draft_extend")) & (step_rows["drafter"] == drafter)
+    ok = step_rows["status"] == "ok"
+    if not (verify & ok).any() or not (decode & ok).any():
+        raise InputError(f"pairings: {pairing.label} was not measured at k = {k}")
+    frame = loop_rows(step_rows[decode | verify | draft])
+    frame = frame[(frame["arm"] == "plain") | (frame["drafter"] == drafter)]
+    result = breakeven(frame, acceptance_length, baseline="fastest" if baseline == "fastest" else pairing.decode_backend)
+    times = [(np.nanmedian(c.step_ms[:, k]), np.nanmedian(baseline_ms(c, result.baseline)[1])) for c in step_costs(frame)]
+    step_ms, decode_ms = np.array(times).T
+    cells = result.cells.assign(label=pairing.label, step_ms=step_ms, decode_ms=decode_ms)
+    return cells, [curve | {"label": pairing.label} for curve in result.crossovers]

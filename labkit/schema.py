@@ -144,6 +144,7 @@ _STEP = (
     _CONTEXT_LEN,
     _WEIGHT_DTYPE,
     _KV_DTYPE,
+    _count("shared_prefix_len", "tokens", "context that all requests share; null: none", nullable=True),
     _count("num_gpus", "count", "devices the step ran on; null on the CPU", nullable=True),
     _LAUNCH_MODE,
     _real("forward_ms", "ms", "device time of one model forward, sampling included"),

@@ -15,7 +15,10 @@ from labkit.shapes import dtype_bytes
 
 PARTS = ("attention_ms", "linear_ms", "other_ms", "sampling_ms", "communication_ms", "gap_ms")
 # A setting: inside one only phase, backend, q_len and context may differ.
-SETTING = ("gpu", "target", "batch_size", "weight_dtype", "kv_dtype", "linear_backend", "num_gpus", "launch_mode")
+SETTING = (
+    *("gpu", "target", "batch_size", "shared_prefix_len", "weight_dtype", "kv_dtype"),
+    *("linear_backend", "num_gpus", "launch_mode"),
+)
 CELL = (*SETTING, "drafter", "phase", "backend", "q_len", "context_len")
 CLOSURE_LIMIT = 0.05  # of the median residual at batch 1
 Sidecars = Mapping[str, Mapping[str, Any]]
@@ -37,7 +40,9 @@ def forward_table(step_rows: pd.DataFrame, sidecars: Sidecars | None = None) -> 
 
     Raises InputError: no ok rows or a missing column.
     """
-    rows = ok_rows(step_rows, "step", [*CELL, "run_id", "forward_ms"])
+    needed = [name for name in CELL if name != "shared_prefix_len"]
+    rows = ok_rows(step_rows, "step", [*needed, "run_id", "forward_ms"])
+    rows = rows.assign(shared_prefix_len=rows["shared_prefix_len"].fillna(0) if "shared_prefix_len" in rows else 0)
     facts = [*PARTS, "weight_bytes_read", "kv_bytes_read", "peak_memory_bytes", "energy_j", "num_steps"]
     rows = rows.assign(**{name: np.nan for name in facts if name not in rows})
     cells = rows.groupby([*CELL, "run_id"], dropna=False)
@@ -81,7 +86,7 @@ def one_setting(table: pd.DataFrame, **wanted: Any) -> pd.DataFrame:
             known = ", ".join(map(str, sorted(table[name].dropna().unique())))
             raise InputError(f"{name}: want one of {known or 'nothing'}; got {value}")
         table = table[table[name] == value]
-    keys = ["gpu", "target", "batch_size", "weight_dtype", "kv_dtype"]
+    keys = ["gpu", "target", "batch_size", "shared_prefix_len", "weight_dtype", "kv_dtype"]
     best = table.groupby(keys, dropna=False).size().sort_values(kind="stable").index[-1]
     return table[(table[keys] == list(best)).all(axis=1)].reset_index(drop=True)
 
