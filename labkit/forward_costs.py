@@ -1,7 +1,7 @@
 """Isolated forwards (experiment "step") in the form of loop rows, so that costs and verdicts are computed once.
 
-A speculative step with j drafts is one verify forward of q_len j+1 and the drafter's forwards before it; its baseline is
-one decode forward. Not in it, unlike in the loop's wall time: host time between forwards, bookkeeping, and whatever
+A speculative step with j drafts is one verify forward of q_len j+1 and the drafter's forwards before it; its baseline
+is one decode forward. Not in it, unlike in the loop's wall time: host time between forwards, bookkeeping, and whatever
 drafts without a model. `labkit.step_table.closure_table` says how much that is.
 """
 
@@ -26,19 +26,19 @@ def loop_rows(step_rows: pd.DataFrame) -> pd.DataFrame:
     """Rows of `labkit.step_costs.step_costs` from forwards: per round one row for each draft length of each cell.
 
     Cells: every verify backend, every k = q_len - 1 that it verified, with drafting free (drafter `FREE`) and, for each
-    drafter whose forwards were measured in the group, with its cost. A step drafts j tokens by ``draft_extend`` over the
-    tokens of the last step (q_len j+1, or the one length measured), which gives the first draft, and j-1 ``draft``
-    forwards of one token; by j of these where no extend was measured; or by one ``draft`` forward of q_len j+1 (a block).
-    A step without a draft is the decode forward of the same backend and costs no drafting. Rows with a shared prefix are
-    left out: they are costs of another kind of batch.
+    drafter whose forwards were measured in the group, with its cost. A step drafts j tokens by ``draft_extend`` over
+    the tokens of the last step (q_len j+1, or the one length measured), which gives the first draft, and j-1 ``draft``
+    forwards of one token; by j of these where no extend was measured; or by one ``draft`` forward of q_len j+1 (a
+    block). A step without a draft is the decode forward of the same backend and costs no drafting. Rows with a shared
+    prefix are left out: they are costs of another kind of batch.
 
     Raises InputError: columns or phases are missing, or a draft forward without its drafter's name.
     """
     rows = without_shared_prefix(ok_rows(step_rows, "step", [*UNIT, *_CONSTANT, *_FORWARD, "forward_ms"]))
     if rows[UNIT].isna().any(axis=None):
         raise InputError("step rows need run_id, group and round in every row: ratios are paired by them")
-    quality = rows["quality"] if "quality" in rows else None
-    rows = rows.assign(quality=None if quality is None else quality.where(quality != "ok"))
+    quality = rows.get("quality", pd.Series(None, index=rows.index, dtype=object))
+    rows = rows.assign(quality=quality.where(quality != "ok"))
     # "first" skips nulls, so one doubtful sample marks the median of its round.
     forwards = rows.groupby([*UNIT, *_FORWARD], dropna=False, as_index=False).agg(
         {"forward_ms": "median", "quality": "first", **dict.fromkeys(_CONSTANT, "first")}
@@ -78,13 +78,17 @@ def _drafted(free: pd.DataFrame, forwards: pd.DataFrame) -> list[pd.DataFrame]:
     if drafts["drafter"].isna().any():
         raise InputError("drafter must be given in every step row of phase draft or draft_extend")
     arms = []
-    for (drafter, backend), own in drafts.groupby(["drafter", "backend"]):
+    for key, own in drafts.groupby(["drafter", "backend"]):
+        drafter, backend = map(str, key)
         times = own.groupby([*UNIT, "phase", "q_len"])["forward_ms"].median().unstack(["phase", "q_len"])
+        measured = [(str(phase), int(q_len)) for phase, q_len in times.columns]
         for j, steps in free.groupby("num_drafted_tokens"):
-            plan = draft_forwards(list(times.columns), int(str(j)))
+            plan = draft_forwards(measured, int(str(j)))
             if plan is None:
                 continue
-            draft_ms = sum((count * times[forward] for forward, count in plan), start=0.0 * times.iloc[:, 0].fillna(0.0))
+            draft_ms = sum(
+                (count * times[forward] for forward, count in plan), start=0.0 * times.iloc[:, 0].fillna(0.0)
+            )
             drafted = steps.assign(drafter=drafter, draft_backend=backend).join(draft_ms.rename("draft_ms"), on=UNIT)
             drafted["forward_ms"] += drafted.pop("draft_ms")
             arms.append(drafted[drafted["forward_ms"].notna()])
@@ -107,4 +111,5 @@ def draft_forwards(
         return [(("draft", j + 1), 1)]
     if bool(extends) != bool(first) or (j > len(first) and ("draft", 1) not in measured):
         return None
-    return [(forward, 1) for forward in first] + [(("draft", 1), j - len(first))]
+    rest = [(("draft", 1), j - len(first))] if j > len(first) else []
+    return [(forward, 1) for forward in first] + rest

@@ -32,7 +32,7 @@ def engine_pairings() -> list[Pairing]:
     several = table.groupby(["engine", "setting"])["verify_backend"].transform("nunique") > 1
     table["label"] += (" " + table["engine_version"]).where(several, "")
     groups = table.groupby(["decode_backend", "verify_backend"], sort=False)["label"]
-    return [Pairing(", ".join(dict.fromkeys(labels)), *backends) for backends, labels in groups]
+    return [Pairing(", ".join(dict.fromkeys(labels)), *map(str, backends)) for backends, labels in groups]
 
 
 def pairing_table(step_rows: pd.DataFrame) -> pd.DataFrame:
@@ -59,7 +59,9 @@ def measured_pairings(step_rows: pd.DataFrame) -> list[Pairing]:
     ]
     taken = {(pairing.decode_backend, pairing.verify_backend) for pairing in found}
     roles = rows[rows["phase"].isin(("decode", "verify"))].groupby("backend")["phase"].nunique()
-    found += [Pairing(f"{name}, both roles", name, name) for name in roles.index[roles == 2] if (name, name) not in taken]
+    found += [
+        Pairing(f"{name}, both roles", name, name) for name in roles.index[roles == 2] if (name, name) not in taken
+    ]
     if not found:
         raise InputError("pairings: want a decode and a verify backend of one pairing in the step rows; got none")
     return found
@@ -90,8 +92,12 @@ def pairing_cells(
         raise InputError(f"pairings: {pairing.label} was not measured at k = {k}")
     frame = loop_rows(step_rows[decode | verify | draft])
     frame = frame[(frame["arm"] == "plain") | (frame["drafter"] == drafter)]
-    result = breakeven(frame, acceptance_length, baseline="fastest" if baseline == "fastest" else pairing.decode_backend)
-    times = [(np.nanmedian(c.step_ms[:, k]), np.nanmedian(baseline_ms(c, result.baseline)[1])) for c in step_costs(frame)]
+    result = breakeven(
+        frame, acceptance_length, baseline="fastest" if baseline == "fastest" else pairing.decode_backend
+    )
+    times = [
+        (np.nanmedian(c.step_ms[:, k]), np.nanmedian(baseline_ms(c, result.baseline)[1])) for c in step_costs(frame)
+    ]
     step_ms, decode_ms = np.array(times).T
     cells = result.cells.assign(label=pairing.label, step_ms=step_ms, decode_ms=decode_ms)
     return cells, [curve | {"label": pairing.label} for curve in result.crossovers]

@@ -1,4 +1,4 @@
-"""Loop or step rows -> costs of a cell: per-round medians of the speculative step and of every plain decode, kept paired.
+"""Loop or step rows -> costs of a cell: per-round medians of the speculative step and of every plain decode, paired.
 
 A ratio is only ever taken inside one (run_id, group, round), where both sides were interleaved.
 """

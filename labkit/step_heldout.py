@@ -6,7 +6,8 @@ import numpy as np
 import pandas as pd
 
 from labkit.errors import InputError
-from labkit.step_model import AXES, DTYPES, FIT_KEY, MIN_POINTS, Sidecars, fit_points, fit_step_models
+from labkit.step_model import MIN_POINTS, fit_points, fit_step_models
+from labkit.step_terms import AXES, DTYPES, FIT_KEY, Sidecars
 
 SHARE = 1 / 3
 GOLDEN = (np.sqrt(5) - 1) / 2

@@ -3,55 +3,42 @@
     forward_ms = fixed + weight bytes / bandwidth + attention + tokens x time + tokens beyond the ridge x time
                  + communication (fixed + tokens x time, fitted to communication_ms)
 
-Attention is one of `PATHS`: bytes over a bandwidth, or serial tiles times a tile time for kernels that do not fill the
-device. Coefficients are the non-negative least squares of the relative error. Weights of a single size cannot be told
-from the fixed cost; both are then one term. The ridge is the number of tokens from which matrices are bound by
-computing. Predictions have origin "modelled"; beyond `EXTRAPOLATION` times the fitted range they are refused.
+Attention is one of `labkit.step_terms.PATHS`: bytes over a bandwidth, or serial tiles by a tile time for kernels that
+do not fill the device. Coefficients are the non-negative least squares of the relative error. Weights of a single size
+cannot be told from the fixed cost; both are then one term. The ridge is the number of tokens from which matrices are
+bound by computing. Predictions have origin "modelled"; beyond `EXTRAPOLATION` times the fitted range they are refused.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from labkit.attention_table import calibrated, read_bandwidths
 from labkit.errors import InputError
 from labkit.forward_costs import without_shared_prefix
 from labkit.intervals import generator, percentile_interval, student_spread
 from labkit.rows import ok_rows
-from labkit.shapes import dtype_bytes, model_shapes
+from labkit.step_terms import (
+    AXES,
+    DTYPES,
+    FIT_KEY,
+    PATHS,
+    TILE_US,
+    Facts,
+    Sidecars,
+    facts_of,
+    nonnegative_fit,
+    structure,
+    term_columns,
+)
 from labkit.style import format_tokens
 
-FIT_KEY = ("gpu", "target", "backend", "linear_backend", "num_gpus", "launch_mode")
-DTYPES = ("weight_dtype", "kv_dtype")
-AXES = ("batch_size", "q_len", "context_len")
-PATHS = ("keys read once", "keys read per query token", "serial tiles, 8 splits", "serial tiles, no split")
-RIDGES = (0, 32, 64, 128, 256)  # tokens; 0: no ridge
 EXTRAPOLATION = {"batch_size": 4.0, "q_len": 2.0, "context_len": 4.0}
-MIN_POINTS, TILE, SPLITS = 6, 64, 8
-# A path that explains times as well as another must also be plausible: a bandwidth of at least this share of the read
-# bandwidth of the run, a tile within these us (3 to 4 were measured for unsplit kernels on one H200).
-MIN_SHARE, TILE_US = 0.2, (1.0, 12.0)
+MIN_POINTS = 6
 TOLERANCE = 0.05  # of a bandwidth above the measured one, for noise
-RIDGE_GAIN, PATH_GAIN = 0.9, 1.1
 JUMP = 0.10  # of the residual between neighbouring contexts
-Sidecars = Mapping[str, Mapping[str, Any]]
-
-
-@dataclass(frozen=True)
-class _Facts:
-    """What turns a point into terms. Heads per device and layers are 0 where the target's shape is not known."""
-
-    weight_bytes: dict[str, float]
-    kv_bytes_per_token: dict[str, float]
-    num_sms: float
-    num_qo_heads: int
-    num_kv_heads: int
-    num_layers: int
-    read_gb_per_s: float
 
 
 @dataclass(frozen=True)
@@ -72,7 +59,7 @@ class StepModel:
     points: pd.DataFrame
     findings: tuple[str, ...]
     draws: np.ndarray
-    facts: _Facts
+    facts: Facts
 
     def predict(self, points: pd.DataFrame, *, weight_bytes: float | None = None) -> pd.DataFrame:
         """`points` (columns `AXES`, and dtypes where fitted together) with forward_ms, low, high (95%) and origin.
@@ -87,15 +74,17 @@ class StepModel:
             low, high = self.points[axis].min(), self.points[axis].max()
             off = points.loc[~points[axis].between(low / factor, high * factor), axis]
             if len(off):
-                wanted = f"{low / factor:g} to {high * factor:g} (fitted {low:g} to {high:g}, at most {factor:g} times beyond)"
-                raise InputError(f"{axis}: wanted {wanted}, got {off.iloc[0]:g}")
+                fitted = f"fitted {low:g} to {high:g}, at most {factor:g} times beyond"
+                raise InputError(
+                    f"{axis}: wanted {low / factor:g} to {high * factor:g} ({fitted}), got {off.iloc[0]:g}"
+                )
         for name, known in (("weight_dtype", self.facts.weight_bytes), ("kv_dtype", self.facts.kv_bytes_per_token)):
             if not points[name].isin(list(known)).all() and not (name == "weight_dtype" and weight_bytes):
                 raise InputError(f"{name}: wanted one of {', '.join(known)}, got {points[name].iloc[0]!r}")
         names = list(self.terms["term"])
         if weight_bytes is not None and "weights" not in names:
             raise InputError("weight_bytes: the fit holds weights of one size; fit several weight dtypes together")
-        columns = _columns(points, self.facts, self.kv_path, self.ridge, weight_bytes)
+        columns = term_columns(points, self.facts, self.kv_path, self.ridge, weight_bytes)
         matrix = np.column_stack([columns[name] for name in names])
         middle = matrix @ self.terms["ms_per_unit"].to_numpy(float)
         rng = generator(0, "predict", *self.key.values())
@@ -150,18 +139,19 @@ def fit_points(step_rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _fit(key: dict[str, Any], points: pd.DataFrame, sidecars: Sidecars, resamples: int, seed: int) -> StepModel:
-    facts = _facts(key, points, sidecars)
+    facts = facts_of(key, points, sidecars)
     measured = points["forward_ms"].to_numpy(float)
-    path, ridge = _structure(points, facts)
-    columns = _columns(points, facts, path, ridge)
+    path, ridge = structure(points, facts)
+    columns = term_columns(points, facts, path, ridge)
     draws = _resampled(points, resamples, seed)
     own = [name for name in columns if not name.startswith("communication")]
     shared = [name for name in columns if name.startswith("communication")]
     communication = points["communication_ms"].to_numpy(float)[:, None]
     both = np.column_stack([measured, draws])
+    weight = 1 / measured[:, None]
     parts = [(own, both - communication), (shared, np.broadcast_to(communication, both.shape))]
     coefficients = np.vstack([
-        _nnls(np.column_stack([columns[name] for name in names]) / measured[:, None], times / measured[:, None])
+        nonnegative_fit(np.column_stack([columns[name] for name in names]) * weight, times * weight)
         for names, times in parts if names
     ])  # fmt: skip
     modelled = np.column_stack([columns[name] for name in [*own, *shared]]) @ coefficients[:, 0]
@@ -169,105 +159,6 @@ def _fit(key: dict[str, Any], points: pd.DataFrame, sidecars: Sidecars, resample
     terms = _terms([*own, *shared], coefficients, path)
     findings = (*_violations(terms, points, facts, path), *_jumps(points))
     return StepModel(key, path, ridge, terms, points.drop(columns="rounds"), findings, coefficients[:, 1:], facts)
-
-
-def _facts(key: dict[str, Any], points: pd.DataFrame, sidecars: Sidecars) -> _Facts:
-    tokens = points["batch_size"] * (points["context_len"] + points["q_len"])
-    per_token = (points["kv_bytes_read"] / tokens).groupby(points["kv_dtype"]).median()
-    weights = points.groupby("weight_dtype")["weight_bytes_read"].median()
-    runs = set(points["run_id"])
-    rates = [value for run, value in read_bandwidths(sidecars).items() if run in runs]
-    sms = [value for run, value in calibrated(sidecars, "num_sms").items() if run in runs]
-    shape = model_shapes().get(str(key["target"]).removeprefix("random:"))
-    heads, layers = (0, 0), 0
-    if shape is not None:
-        num_gpus = int(key["num_gpus"]) if pd.notna(key["num_gpus"]) else 1
-        heads = (shape.num_qo_heads // num_gpus, max(shape.num_kv_heads // num_gpus, 1))
-        dtype, value = next(iter(per_token.items()))
-        layers = round(value / (2 * heads[1] * shape.head_dim * dtype_bytes(str(dtype))))
-    rate, num_sms = (float(np.median(values)) if values else float("nan") for values in (rates, sms))
-    return _Facts(weights.to_dict(), per_token.to_dict(), num_sms, *heads, layers, rate)
-
-
-def _columns(
-    points: pd.DataFrame, facts: _Facts, path: str, ridge: int, weight_bytes: float | None = None
-) -> dict[str, np.ndarray]:
-    """Term -> amount per point [num_points]: GB, tiles in a row, tokens, or 1."""
-    batch, q_len, context = (points[name].to_numpy(float) for name in AXES)
-    tokens, kv_len = batch * q_len, context + q_len
-    per_token = points["kv_dtype"].map(facts.kv_bytes_per_token).to_numpy(float)
-    gigabytes = per_token * batch * kv_len / 1e9
-    if path == PATHS[0]:
-        attention = gigabytes
-    elif path == PATHS[1]:
-        attention = gigabytes * q_len
-    else:
-        splits = SPLITS if path == PATHS[2] else 1
-        programs = batch * (facts.num_kv_heads * SPLITS if splits > 1 else facts.num_qo_heads) * np.ceil(q_len / TILE)
-        attention = facts.num_layers * np.ceil(kv_len / TILE / splits) * np.ceil(programs / facts.num_sms)
-    columns = {"fixed": np.ones(len(points))}
-    if len(set(facts.weight_bytes.values())) > 1:
-        own = points["weight_dtype"].map(facts.weight_bytes).to_numpy(float)
-        columns["weights"] = (own if weight_bytes is None else np.full(len(points), weight_bytes)) / 1e9
-    else:
-        columns = {"fixed and weights": columns["fixed"]}
-    columns |= {"attention": attention, "tokens": tokens}
-    if ridge:
-        columns["tokens beyond the ridge"] = np.maximum(tokens - ridge, 0.0)
-    if "communication_ms" not in points or (points["communication_ms"] > 0).any():
-        columns |= {"communication, fixed": np.ones(len(points)), "communication, tokens": tokens}
-    return columns
-
-
-def _structure(points: pd.DataFrame, facts: _Facts) -> tuple[str, int]:
-    """The attention path and the ridge with the least relative error; a tie goes to what is plausible and simple."""
-    measured = points["forward_ms"].to_numpy(float)
-    target = 1 - points["communication_ms"].to_numpy(float)[:, None] / measured[:, None]
-    serial = facts.num_layers > 0 and facts.num_sms > 0
-    tokens = points["batch_size"] * points["q_len"]
-    ridges = [ridge for ridge in RIDGES if not ridge or tokens.min() <= ridge < tokens.max()]
-    found = []
-    for path in PATHS if serial else PATHS[:2]:
-        errors, values = [], []
-        for ridge in ridges:
-            columns = {k: v for k, v in _columns(points, facts, path, ridge).items() if not k.startswith("comm")}
-            matrix = np.column_stack(list(columns.values())) / measured[:, None]
-            solved = _nnls(matrix, target)
-            errors.append(float(np.sqrt(np.mean((matrix @ solved - target) ** 2))))
-            values.append(solved[list(columns).index("attention"), 0])
-        best = int(np.argmin(errors))
-        best = best if errors[best] < RIDGE_GAIN * errors[0] else 0
-        found.append((path, ridges[best], errors[best], _plausible(path, values[best], facts)))
-    least = min(error for *_, error, _ in found)
-    close = [entry for entry in found if entry[2] <= PATH_GAIN * least + 1e-3]
-    path, ridge, *_ = next((entry for entry in close if entry[3]), close[0])
-    return path, ridge
-
-
-def _plausible(path: str, ms_per_unit: float, facts: _Facts) -> bool:
-    if path in PATHS[:2]:
-        return not ms_per_unit * facts.read_gb_per_s * MIN_SHARE > 1e3  # True where no bandwidth was measured
-    return bool(TILE_US[0] <= ms_per_unit * 1e3 <= TILE_US[1])
-
-
-def _nnls(matrix: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """Non-negative least squares for every column of `targets`, [num_columns, num_targets].
-
-    Exact: of all subsets of columns whose least squares are not negative, the one with the least error.
-    """
-    scale = np.linalg.norm(matrix, axis=0)
-    scaled, size = matrix / np.where(scale > 0, scale, 1.0), matrix.shape[1]
-    best = np.zeros((size, targets.shape[1]))
-    least = (targets**2).sum(axis=0)
-    for count in range(1, size + 1):
-        for subset in map(list, combinations(range(size), count)):
-            solved = np.linalg.lstsq(scaled[:, subset], targets, rcond=None)[0]
-            error = ((scaled[:, subset] @ solved - targets) ** 2).sum(axis=0)
-            better = (solved >= 0).all(axis=0) & (error < least * (1 - 1e-12))
-            best[:, better] = 0.0
-            best[np.ix_(subset, better)] = solved[:, better]
-            least = np.where(better, error, least)
-    return best / np.where(scale > 0, scale, 1.0)[:, None]
 
 
 def _resampled(points: pd.DataFrame, resamples: int, seed: int) -> np.ndarray:
@@ -303,7 +194,7 @@ def _terms(names: list[str], coefficients: np.ndarray, path: str) -> pd.DataFram
     return pd.DataFrame(records)[["term", "unit", "value", "low", "high", "ms_per_unit"]]
 
 
-def _violations(terms: pd.DataFrame, points: pd.DataFrame, facts: _Facts, path: str) -> list[str]:
+def _violations(terms: pd.DataFrame, points: pd.DataFrame, facts: Facts, path: str) -> list[str]:
     """Coefficients that no device can have, beyond noise. Times cannot be negative, the fit sees to that."""
     found, rate = [], facts.read_gb_per_s
     for row in terms.to_dict("records"):
@@ -329,6 +220,19 @@ def _jumps(points: pd.DataFrame) -> list[str]:
         if len(rows) > 1 and steps.max() > JUMP:
             at = int(np.nanargmax(steps.to_numpy(float)))
             ends = " and ".join(format_tokens(value) for value in rows["context_len"].iloc[at - 1 : at + 1])
-            text = f"residual jumps by {steps.iloc[at]:.0%} between {ends} at batch {key[2]}, q_len {key[3]}: another path?"
-            found.append((steps.iloc[at], text))
+            text = f"residual jumps by {steps.iloc[at]:.0%} between {ends} at batch {key[2]}, q_len {key[3]}"
+            found.append((steps.iloc[at], f"{text}: another path?"))
     return [text for _, text in sorted(found, reverse=True)]
+
+
+def model_table(models: Sequence[StepModel]) -> pd.DataFrame:
+    """The terms of all models, one row each, with the attention path, the worst residual and the findings of the model."""
+    tables = []
+    for model in models:
+        about = {"target": model.key["target"], "backend": model.key["backend"]}
+        about |= {name: model.key[name] for name in DTYPES if name in model.key}
+        worst = float(np.expm1(model.points["residual"].abs().max()))
+        about |= {"attention_path": model.kv_path, "worst_residual": worst, "findings": "; ".join(model.findings)}
+        tables.append(model.terms.drop(columns="ms_per_unit").assign(**about))
+    names = [name for name in about if name != "findings"]
+    return pd.concat(tables, ignore_index=True)[[*names, "term", "unit", "value", "low", "high", "findings"]]

@@ -32,8 +32,9 @@ def forward_table(step_rows: pd.DataFrame, sidecars: Sidecars | None = None) -> 
     Returns
     -------
     DataFrame
-        `CELL`, run_id, forward_ms (median of the samples), the columns of `PARTS` (null where not profiled), residual_ms
-        (forward_ms less its parts; NaN where attention or linear is unknown), weight_bytes_read, kv_bytes_read,
+        `CELL`, run_id, forward_ms (median of the samples), the columns of `PARTS` (null where not profiled),
+        residual_ms (forward_ms less its parts; NaN where attention or linear is unknown), weight_bytes_read,
+        kv_bytes_read,
         attention_floor_ms (keys and values once), linear_floor_ms (weights once, or two FLOPs per weight and token at
         the measured matrix rate if that is longer; no rate is measured for float8), floor_ms (both), over_floor,
         peak_memory_bytes, energy_j_per_step, num_samples. The floors hold no activations, sampling or launches.
@@ -68,7 +69,7 @@ def _with_floors(table: pd.DataFrame, sidecars: Sidecars) -> pd.DataFrame:
     return table
 
 
-def _linear_floor(row: dict[str, Any], read_gb_per_s: float, tflops_per_s: float | None) -> float:
+def _linear_floor(row: Mapping[Any, Any], read_gb_per_s: float, tflops_per_s: float | None) -> float:
     num_bytes = row["weight_bytes_read"]
     if not (num_bytes > 0 and read_gb_per_s > 0):
         return float("nan")
@@ -96,8 +97,8 @@ def closure_table(step_rows: pd.DataFrame, loop_costs: pd.DataFrame | None = Non
 
     ``parts of a forward``: the profiled parts against forward_ms. ``forwards of a step``: isolated forwards (drafting
     included where the drafter's were measured) against the loop's wall time per step of the same target, backend,
-    drafts, dtypes, launch mode and context; the residual is host time, bookkeeping and drafting without a model. The two
-    come from different runs, so clocks may differ; it is a residual, never a verdict.
+    drafts, dtypes, launch mode and context; the residual is host time, bookkeeping and drafting without a model. The
+    two come from different runs, so clocks may differ; it is a residual, never a verdict.
 
     loop_costs : loop rows at a fixed context.
 

@@ -69,6 +69,16 @@ class StepWorld:
         return replace(self, **changes)
 
 
+CPU_STEPS = StepWorld(
+    backends=("sdpa", "per_token"),
+    contexts=(512, 2048, 6144, 16384, 32768),
+    weight_dtypes=("float32",),
+    kv_dtypes=("float32",),
+    noise=0.01,
+    gpu="cpu-amd-epyc",
+)
+
+
 def step_rows(world: StepWorld, seed: int = 0) -> pd.DataFrame:
     """One row per cell and round, groups and columns as the experiment stores them."""
     rng, rows = np.random.default_rng(seed), []
