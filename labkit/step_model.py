@@ -226,7 +226,7 @@ def _jumps(points: pd.DataFrame) -> list[str]:
 
 
 def model_table(models: Sequence[StepModel]) -> pd.DataFrame:
-    """The terms of all models, one row each, with the attention path, the worst residual and the findings of the model."""
+    """The terms of all models, one row each, with the attention path, worst residual and findings of the model."""
     tables = []
     for model in models:
         about = {"target": model.key["target"], "backend": model.key["backend"]}

@@ -100,7 +100,7 @@ def closure_table(step_rows: pd.DataFrame, loop_costs: pd.DataFrame | None = Non
     drafts, dtypes, launch mode and context; the residual is host time, bookkeeping and drafting without a model. The
     two come from different runs, so clocks may differ; it is a residual, never a verdict.
 
-    loop_costs : loop rows at a fixed context.
+    loop_costs : loop rows; those at a fixed context count (origin forced).
 
     Returns columns gpu, target, batch_size, check, num_cells, median_residual, worst_residual (share of the whole,
     without sign), closes (median at most `CLOSURE_LIMIT`).
@@ -108,8 +108,8 @@ def closure_table(step_rows: pd.DataFrame, loop_costs: pd.DataFrame | None = Non
     table = forward_table(step_rows)
     share = (table["residual_ms"] / table["forward_ms"]).abs()
     found = [table.assign(check="parts of a forward", share=share)]
-    if loop_costs is not None and not loop_costs.empty:
-        found.append(_loop_residuals(step_rows, loop_costs))
+    if loop_costs is not None and (loop_costs["origin"] == "forced").any():
+        found.append(_loop_residuals(step_rows, loop_costs[loop_costs["origin"] == "forced"]))
     both = pd.concat(found).dropna(subset="share")
     if both.empty:
         raise InputError("closure: want forwards with profiled parts, or loop rows of the same cells; there are none")
