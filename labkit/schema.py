@@ -153,7 +153,7 @@ _STEP = (
     _real("other_ms", "ms", "norms, activations, embeddings", nullable=True),
     _real("sampling_ms", "ms", "from logits to tokens", nullable=True),
     _real("communication_ms", "ms", "between devices", nullable=True),
-    _GAP_MS,
+    _real("gap_ms", "ms", "device idle inside the forward", nullable=True),
     _count("weight_bytes_read", "bytes", "weights of one forward, each byte counted once", nullable=True),
     _count("kv_bytes_read", "bytes", "keys and values of one forward, each byte counted once", nullable=True),
     _count("peak_memory_bytes", "bytes", "most device memory in use", nullable=True),
