@@ -67,6 +67,15 @@ def measured_pairings(step_rows: pd.DataFrame) -> list[Pairing]:
     return found
 
 
+def is_measured(step_rows: pd.DataFrame, pairing: Pairing, num_speculative_tokens: int) -> bool:
+    """Whether some group holds the pairing's decode forward and its verify forward of k+1 tokens."""
+    rows = step_rows[step_rows["status"] == "ok"]
+    decode = rows[(rows["phase"] == "decode") & (rows["backend"] == pairing.decode_backend)]
+    verify = rows[(rows["phase"] == "verify") & (rows["backend"] == pairing.verify_backend)]
+    verify = verify[verify["q_len"] == num_speculative_tokens + 1]
+    return bool(verify["group"].isin(decode["group"]).any())
+
+
 def pairing_cells(
     step_rows: pd.DataFrame,
     pairing: Pairing,
@@ -87,8 +96,7 @@ def pairing_cells(
     decode = (phase == "decode") & ((backend == pairing.decode_backend) | (baseline == "fastest"))
     verify = (phase == "verify") & (backend == pairing.verify_backend) & (step_rows["q_len"] == k + 1)
     draft = phase.isin(("draft", "draft_extend")) & (step_rows["drafter"] == drafter)
-    ok = step_rows["status"] == "ok"
-    if not (verify & ok).any() or not (decode & ok).any():
+    if not is_measured(step_rows, pairing, k):
         raise InputError(f"pairings: {pairing.label} was not measured at k = {k}")
     frame = loop_rows(step_rows[decode | verify | draft])
     frame = frame[(frame["arm"] == "plain") | (frame["drafter"] == drafter)]

@@ -126,8 +126,8 @@ def figure_step_parts(
 
     Raises InputError: nothing to draw, or a forward that was not measured.
     """
-    table = one_setting(forward_table(step_rows, sidecars))
-    step_rows = _of_setting(step_rows, table)
+    step_rows = one_setting(step_rows)
+    table = forward_table(step_rows, sidecars)
     k = default_k(step_rows) if num_speculative_tokens is None else num_speculative_tokens
     pairings = list(pairings or measured_pairings(step_rows)[:MAX_PAIRS])
     options: dict[str, Any] = {"num_speculative_tokens": k, "drafter": drafter}
@@ -164,14 +164,6 @@ def figure_step_parts(
     add_legend(figure, entries)
     freeze_layout(figure)
     return figure
-
-
-def _of_setting(step_rows: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
-    first = table.iloc[0]
-    keep = pd.Series(True, index=step_rows.index)
-    for name in ("gpu", "target", "batch_size", "weight_dtype", "kv_dtype"):
-        keep &= step_rows[name] == first[name]
-    return step_rows[keep]
 
 
 def _spread_contexts(cells: pd.DataFrame, num_pairings: int) -> list[float]:

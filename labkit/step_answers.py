@@ -14,7 +14,7 @@ import pandas as pd
 from labkit.curves import crossing_text
 from labkit.errors import InputError
 from labkit.forward_costs import FREE
-from labkit.pairings import Pairing, measured_pairings, pairing_cells
+from labkit.pairings import Pairing, is_measured, measured_pairings, pairing_cells
 from labkit.plots_step import default_k, step_parts
 from labkit.rows import listed
 from labkit.step_heldout import MEDIAN_LIMIT, WORST_LIMIT, HeldOut
@@ -80,7 +80,7 @@ def story_table(
     k = default_k(step_rows) if num_speculative_tokens is None else num_speculative_tokens
     records = []
     for dtype, rows in step_rows[step_rows["status"] == "ok"].groupby("kv_dtype"):
-        table = one_setting(forward_table(rows))
+        table = forward_table(one_setting(rows))
         for context in sorted(table["context_len"].unique()):
             options: dict[str, Any] = {"context_len": context, "num_speculative_tokens": k, "drafter": drafter}
             try:
@@ -133,10 +133,14 @@ def step_answer(
 
 def _story_lines(step_rows: pd.DataFrame, acceptance_lengths: Sequence[float], drafter: str) -> list[str]:
     k, pairings, lines = default_k(step_rows), compared_pairings(step_rows), []
-    for dtype, rows in story_table(step_rows, pairings=pairings, drafter=drafter).groupby("kv_dtype"):
-        lines += _ratio_lines(rows, f"k = {k}, {dtype} KV", *pairings)
-        here = step_rows[step_rows["kv_dtype"] == dtype]
+    story = story_table(step_rows, pairings=pairings, drafter=drafter)
+    for dtype, here in step_rows.groupby("kv_dtype"):
+        rows = story[story["kv_dtype"] == dtype]
+        lines += _ratio_lines(rows, f"k = {k}, {dtype} KV", *pairings) if len(rows) else []
         for pairing in pairings:
+            if not is_measured(here, pairing, k):
+                lines.append(f"- {dtype} KV, {pairing.label}: not measured at k = {k}.")
+                continue
             for baseline, against in (("own", "its own plain decode"), ("fastest", "the fastest plain decode")):
                 found = [_crossing(here, pairing, k, length, drafter, baseline) for length in acceptance_lengths]
                 lines.append(f"- {dtype} KV, {pairing.label}, against {against}: {'; '.join(found)}.")

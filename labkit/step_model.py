@@ -1,7 +1,7 @@
 """A fitted cost model of forwards: a sum of physical terms per GPU, target and backend, and predictions from it.
 
-    forward_ms = fixed + weight bytes / bandwidth + attention + tokens x time + tokens beyond the ridge x time
-                 + communication (fixed + tokens x time, fitted to communication_ms)
+    forward_ms = fixed + weight bytes / bandwidth + attention + state bytes / bandwidth + tokens x time
+                 + tokens beyond the ridge x time + communication (fixed + tokens x time, fitted to communication_ms)
 
 Attention is one of `labkit.step_terms.PATHS`: bytes over a bandwidth, or serial tiles by a tile time for kernels that
 do not fill the device. Coefficients are the non-negative least squares of the relative error. Weights of a single size
@@ -129,10 +129,11 @@ def fit_points(step_rows: pd.DataFrame) -> pd.DataFrame:
     needed = [*FIT_KEY, *DTYPES, *AXES, "phase", "run_id", "group", "round", "forward_ms"]
     rows = ok_rows(step_rows, "step", [*needed, "weight_bytes_read", "kv_bytes_read"])
     rows = without_shared_prefix(rows[rows["phase"].isin(("decode", "verify"))])
-    rows = rows.assign(communication_ms=rows["communication_ms"].fillna(0.0) if "communication_ms" in rows else 0.0)
+    extra = ("communication_ms", "state_bytes")  # null: none
+    rows = rows.assign(**{name: rows[name].fillna(0.0) if name in rows else 0.0 for name in extra})
     keys = [*FIT_KEY, *DTYPES, *AXES, "run_id", "group"]
     rounds = rows.groupby([*keys, "round"], dropna=False)["forward_ms"].median()
-    facts = rows.groupby(keys, dropna=False)[["weight_bytes_read", "kv_bytes_read", "communication_ms"]].median()
+    facts = rows.groupby(keys, dropna=False)[["weight_bytes_read", "kv_bytes_read", *extra]].median()
     per_round = rounds.groupby(level=list(range(len(keys))), dropna=False).agg(np.array).rename("rounds")
     table = facts.join(per_round).reset_index()
     return table.assign(forward_ms=[float(np.median(values)) for values in table["rounds"]])
@@ -181,7 +182,7 @@ def _terms(names: list[str], coefficients: np.ndarray, path: str) -> pd.DataFram
     for name, values in zip(names, coefficients, strict=True):
         low, high = percentile_interval(values[1:], 0.95)
         record: dict[str, Any] = {"term": name, "ms_per_unit": values[0]}
-        if name == "weights" or (name == "attention" and path in PATHS[:2]):
+        if name in ("weights", "states") or (name == "attention" and path in PATHS[:2]):
             with np.errstate(divide="ignore"):
                 value, low, high = (1e3 / np.array([values[0], high, low])).tolist()
             record |= {"unit": "GB/s", "value": value, "low": low, "high": high}

@@ -217,6 +217,9 @@ def test_story(engines):
         in text
     )
     assert pytest.approx((2.49, 3.27), abs=0.005) == PUBLISHED_LENGTHS
+    partly = engines[(engines["kv_dtype"] == "bfloat16") | (engines["backend"] != "triton_nosplit")]
+    partly = partly[partly["context_len"] > 60_000]
+    assert "- float8_e4m3fn KV, sglang triton: not measured at k = 7." in step_answer(partly, acceptance_lengths=(3.0,))
     alone = step_answer(bfloat16[bfloat16["backend"] == "triton_split"])
     assert "The published comparison is not in these rows: pairings: want two" in alone
 
@@ -265,6 +268,9 @@ def test_pairings_figure(engines, dtypes):
     figure = figure_pairings(rows, acceptance_length=3.27)
     assert len(figure.axes) == 2 * dtypes
     assert_well_placed(figure)
+    partly = rows[(rows["kv_dtype"] == "bfloat16") | (rows["backend"] != "triton_nosplit")]
+    titles = [ax.get_title(loc="left") for ax in figure_pairings(partly, acceptance_length=3.27).axes]
+    assert ("float8_e4m3fn KV (not measured: sglang triton)" in titles) == (dtypes == 2)
     mixed = rows.assign(target=np.where(rows["round"] == 0, "a", "b"))
     with pytest.raises(InputError, match="one figure holds one target"):
         figure_pairings(mixed, acceptance_length=3.27)

@@ -130,6 +130,18 @@ def test_communication_is_a_term_of_its_own():
     assert model.points["residual"].abs().max() < 1e-6
 
 
+def test_states_of_gated_delta_layers_are_a_term_where_the_batch_varies():
+    world = StepWorld(batches=(1, 4, 16))
+    rows = step_rows(world)
+    rows["state_bytes"] = 150_000_000 * rows["batch_size"] * (1 + rows["q_len"])
+    rows["forward_ms"] += rows["state_bytes"] / 2500 / 1e6
+    (model,) = fit_step_models(rows, sidecars(world))
+    assert terms(model)["value"]["states"] == pytest.approx(2500, rel=1e-6)
+    (single,) = fit_step_models(rows[rows["batch_size"] == 1], sidecars(world))
+    assert "states" not in terms(single).index
+    assert single.points["residual"].abs().max() < 1e-6
+
+
 def test_predictions_have_an_interval_and_an_origin():
     (model,) = fitted(NOISY.with_(weight_dtypes=BOTH_DTYPES), separate=("kv_dtype",))
     point = model.predict(pd.DataFrame([POINT])).iloc[0]
@@ -176,5 +188,7 @@ def test_held_out_error_shows_a_kink_in_the_part_not_seen():
     assert not result.holds
     by_kind = result.points.groupby("held_out")["relative_error"].agg(lambda errors: errors.abs().median())
     assert by_kind["longer context"] > 5 * by_kind["inside"]
+    far = NOISY.with_(batches=(1, 16))  # a model of batch 1 is not asked about 16
+    assert set(held_out(step_rows(far), sidecars(far)).points["batch_size"]) == {1}
     with pytest.raises(InputError, match="18 or more"):
         held_out(step_rows(StepWorld(contexts=(1024, 4096))))
