@@ -188,7 +188,8 @@ def _crossing(
         return text + f", {_speedup(cells)}"
     low, high = PUBLISHED_CROSSING
     inside = any(low <= crossing["context_len"] <= high for crossing in found)
-    text += " and ".join(crossing_text(crossing, limits) for crossing in found)
+    claims = [crossing_text(crossing, limits) for crossing in found]
+    text += " and ".join(claim if claim.startswith("pays") else f"is {claim}" for claim in claims)
     return text + f" ({'as published' if inside else 'published'}: 20K to 25K), {_speedup(cells)}"
 
 

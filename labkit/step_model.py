@@ -172,7 +172,8 @@ def _resampled(points: pd.DataFrame, resamples: int, seed: int) -> np.ndarray:
             values = np.log(np.stack(list(alike["rounds"])))
             middle = np.median(values, axis=1, keepdims=True)
             spread = student_spread(length, resamples, rng, of_medians=True) if length > 1 else np.ones(resamples)
-            draws[alike.index] = np.exp(middle + spread * (np.median(values[:, chosen], axis=2) - middle))
+            deviations = spread * (np.median(values[:, chosen], axis=2) - middle)
+            draws[alike.index] = np.exp(middle + deviations.clip(-5, 5))  # wider than this says nothing more
     return draws
 
 

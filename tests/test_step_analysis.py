@@ -63,10 +63,10 @@ def test_a_speculative_step_is_a_verify_forward():
 @pytest.mark.parametrize(("extend_ms", "drafting"), [(None, 7 * 0.3), (0.5, 0.5 + 6 * 0.3)])
 def test_a_drafters_forwards_are_added(extend_ms, drafting):
     costs = step_costs(step_rows(EXACT.with_(draft_ms=0.3, extend_ms=extend_ms)))
-    cell = cost(costs, context_len=4096, verify_backend="triton_split", num_speculative_tokens=7, drafter="head")
+    wanted = {"verify_backend": "triton_split", "draft_backend": "triton_split", "drafter": "head"}
+    cell = cost(costs, context_len=4096, num_speculative_tokens=7, **wanted)
     assert cell.step_ms[:, 7] == pytest.approx(true_ms("triton_split", 4096, 8) + drafting)
     assert cell.step_ms[:, 0] == pytest.approx(true_ms("triton_split", 4096, 1))
-    assert cell.key["draft_backend"] == "triton_split"
 
 
 def test_which_forwards_draft():
@@ -188,6 +188,22 @@ def test_own_baseline_flatters_a_slow_decode():
     assert [c["direction"] for c in curves[0]["crossovers"]] == ["pays below"]
     with pytest.raises(InputError, match="slow was not measured at k = 5"):
         pairing_cells(rows, slow, num_speculative_tokens=5, acceptance_length=3.0)
+
+
+def test_a_pairing_drafts_on_its_own_backends():
+    rows = step_rows(EXACT.with_(draft_ms=0.3, extend_ms=0.5))
+    on_slow = rows["phase"].eq("draft_extend") & rows["backend"].eq("triton_nosplit")
+    rows.loc[on_slow, "forward_ms"] = 2.0
+    pair, options = Pairing("x", "triton_split", "triton_nosplit"), {"num_speculative_tokens": 7}
+    cells = pairing_cells(rows, pair, acceptance_length=3.0, drafter="head", **options)[0]
+    assert cells["context_len"].is_unique
+    assert set(cells["draft_backend"]) == {"triton_split + triton_nosplit"}
+    step = cells.set_index("context_len").loc[4096, "step_ms"]
+    assert step == pytest.approx(true_ms("triton_nosplit", 4096, 8) + 2.0 + 6 * 0.3)
+    with pytest.raises(InputError, match="head: draft_extend not measured on the backends of x"):
+        pairing_cells(rows[~on_slow], pair, acceptance_length=3.0, drafter="head", **options)
+    with pytest.raises(InputError, match="none of the step rows is of 'other'"):
+        pairing_cells(rows, pair, acceptance_length=3.0, drafter="other", **options)
 
 
 def test_parts_of_a_step_sum_to_its_time():
