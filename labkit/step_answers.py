@@ -156,10 +156,11 @@ def _floor_lines(step_rows: pd.DataFrame, sidecars: Sidecars | None) -> list[str
     for dtype, rows in decode.groupby("kv_dtype"):
         rows = rows[rows["context_len"] == rows["context_len"].max()]
         best = rows.loc[rows["forward_ms"].idxmin()]
-        lines.append(
-            f"- {dtype} KV at {format_tokens(best['context_len'])}: the fastest plain decode ({best['backend']}) takes "
-            f"{best['forward_ms']:,.3g} ms, its floor {best['floor_ms']:,.3g} ms: {1 / best['over_floor']:.2f} of the floor's speed."
+        where = (
+            f"- {dtype} KV at {format_tokens(best['context_len'])}: the fastest plain decode ({best['backend']}) takes"
         )
+        share = f"its floor of {best['floor_ms']:,.3g} ms is {1 / best['over_floor']:.0%} of that"
+        lines.append(f"{where} {best['forward_ms']:,.3g} ms; {share}.")
     return lines
 
 
