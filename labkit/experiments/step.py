@@ -60,28 +60,30 @@ PRESETS["full"] = PRESETS["gpu"] | {
     "drafter": ["none", "one layer"],
     "context_len": _CONTEXTS,
 }
+_LLAMA: common.Axes = {"target": ["random:llama-3-8b"], "drafter": ["none"]}
 _MORE_GRIDS: dict[str, list[common.Axes]] = {
     "full": [
-        {"target": ["random:llama-3-8b"], "context_len": _CONTEXTS[:-1], "q_len": [1, 2, 4, 6, 8, 12, 16]},
+        _LLAMA | {"context_len": _CONTEXTS[:3], "q_len": [1, 2, 4, 6, 8, 12, 16]},
+        _LLAMA | {"context_len": [65536, 16384, 1024, 8192, 4096], "q_len": [1, 4, 8, 16]},
         {"kv_dtype": ["float8_e4m3fn"], "backend": ["triton_split", "flashinfer_fa2"], "drafter": ["none"]},
-        {
-            "target": ["random:llama-3-8b"],
-            "context_len": [2048, 16384, 65536],
+        _LLAMA
+        | {
+            "context_len": [16384, 2048, 65536],
             "batch_size": [4, 16],
             "backend": ["triton_split", "fa3", "triton_nosplit"],
         },
         {
             "target": ["random:qwen3-32b"],
-            "context_len": [2048, 16384, 131072],
+            "drafter": ["none"],
+            "context_len": [131072, 2048, 16384],
             "backend": ["triton_split", "fa3", "triton_nosplit"],
         },
-        {"target": ["random:llama-3-8b"], "weight_dtype": ["float8_e4m3fn"], "context_len": [2048, 16384, 131072]},
-        {
-            "target": ["random:llama-3-8b"],
-            "backend": ["triton_split", "fa3"],
+        _LLAMA | {"backend": ["triton_split"], "context_len": [2048, 131072], "q_len": [1, 8], "energy_s": [2]},
+        _LLAMA
+        | {
+            "weight_dtype": ["float8_e4m3fn"],
             "context_len": [2048, 131072],
-            "q_len": [1, 8],
-            "energy_s": [2],
+            "backend": ["triton_split", "triton_nosplit"],
         },
     ]
 }
