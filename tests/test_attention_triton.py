@@ -12,7 +12,13 @@ import torch
 
 from labkit.attention.api import AttentionSpec, available_backends, max_error, prepare
 from labkit.attention.backend_triton_ladder import VARIANTS
-from labkit.attention.backend_triton_split import choose_num_splits, choose_tile
+from labkit.attention.backend_triton_split import (
+    can_overlap,
+    choose_num_splits,
+    choose_overlapped_tile,
+    choose_tile,
+    has_gluon,
+)
 from labkit.attention.inputs import check, expect, make_inputs, random_tree
 from labkit.paths import ROOT
 from labkit.shapes import AttentionShape
@@ -245,3 +251,71 @@ def test_tiles_fit_the_device(num_rows, head_dim, shared_kb, expected):
 )
 def test_number_of_splits(num_tiles, num_keys, block_m, head_dim, expected):
     assert choose_num_splits(num_tiles, num_keys, 132, block_m, head_dim) == expected
+
+
+HOPPER = (9, 0)
+
+
+def rule(capability=HOPPER, has_gluon=True, q_len=16, heads=(24, 4), head_dim=256, **shape):
+    shape = {"q_dtype": "bfloat16"} | shape
+    return can_overlap(AttentionShape(1, q_len, 4096, *heads, head_dim, **shape), capability, has_gluon)
+
+
+def test_hopper_overlaps_softmax_in_wide_tiles():
+    assert rule()
+    assert rule(heads=(64, 8), head_dim=128)
+    assert rule(q_dtype="float16")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"capability": (8, 9)},
+        {"capability": (10, 0)},
+        {"has_gluon": False},
+        {"kv_dtype": "float8_e4m3fn"},
+        {"q_dtype": "float32"},
+        {"mask": "tree"},
+        {"window": 100},
+        {"head_dim": 32},
+        {"q_len": 1},
+    ],
+)
+def test_all_else_takes_the_plain_kernel(change):
+    assert not rule(**change)
+
+
+@pytest.mark.skipif(IS_CHILD, reason="the interpreter compiles nothing")
+@pytest.mark.parametrize(("heads", "head_dim"), [((64, 8), 128), ((24, 4), 256)])
+def test_the_overlapped_kernel_compiles_for_hopper(heads, head_dim):
+    """Without a GPU: the softmax lies between the two waits, and copies are in flight over both."""
+    if not has_gluon():
+        pytest.skip("this Triton has no such Gluon")
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from labkit.attention.gluon_split_kernel import overlapped_split_kernel as kernel
+
+    block_m, block_n, num_warps, num_stages = choose_overlapped_tile(128, head_dim)
+    constants = {
+        "NUM_QO_HEADS": heads[0],
+        "GROUP_SIZE": heads[0] // heads[1],
+        "HEAD_DIM": head_dim,
+        "PAGE_SIZE": 16,
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "STAGES": num_stages,
+        "PDL": True,
+    }
+    types = dict.fromkeys(("q", "k", "v"), "*bf16") | dict.fromkeys(("partial", "partial_lse"), "*fp32")
+    types |= {"page_table": "*i32", "kv_lens": "*i32", "scale_log2": "fp32", "v_scale": "fp32"}
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(signature) if signature[name].startswith("*")}
+    source = GluonASTSource(kernel, signature, constants, aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
+    ptx = compiled.asm["ptx"]
+    loop = ptx[ptx.index("wgmma.wait_group.sync.aligned \t1") if "aligned \t1" in ptx else ptx.index("aligned 1;") :]
+    assert loop.index("ex2.approx") < loop.index("wait_group.sync.aligned 0")
+    assert f"cp.async.wait_group {2 * num_stages - 3}" in " ".join(ptx.split())
+    assert compiled.metadata.shared <= 227 << 10
