@@ -34,7 +34,8 @@ class Tiling:
     min_chunk
         Keys a split gets at least; splits beyond the last key find nothing to do.
     is_overlapped
-        Run `gluon_split_kernel`, which takes whole groups in tiles of 64 or 128 rows, one warp to 16 of them.
+        Run `gluon_split_kernel`, which takes whole groups in tiles of 64 or 128 rows; its stages are the tiles of K
+        and of V together.
     """
 
     tile_heads: int
@@ -206,7 +207,7 @@ class TritonCall:
             BLOCK_N=tiling.block_n,
             STAGES=tiling.num_stages,
             PDL=self.pdl,
-            num_warps=tiling.num_warps,
+            num_warps=4,
         )
 
     def _merge(self, out: Tensor, lse: Tensor | None) -> None:
