@@ -13,7 +13,6 @@ import pytest
 from labkit import journal, sweep
 from labkit.check import check_run
 from labkit.errors import InputError
-from labkit.experiments import loop
 from labkit.experiments.launch import _remarks
 from labkit.progress import progress
 from labkit.provenance import collect
@@ -350,13 +349,6 @@ def test_calibration_is_stored_and_its_noise_floor_reaches_the_measure(go, monke
     sidecar = read_sidecar(go(contexts(1), calibrate=True).path)
     assert sidecar["calibration"] is None
     assert sidecar["sessions"][0]["calibration_failed"] == "RuntimeError: no such device"
-
-
-@pytest.mark.parametrize(("floor", "quality"), [(None, "ok"), (50.0, "ok"), (200.0, "below noise floor")])
-def test_loop_steps_are_judged_against_the_noise_floor(floor, quality):
-    rows = [{"num_drafted_tokens": 0, "step_ms": 1.0}] * 3
-    loop._mark_quality(rows, floor)
-    assert {row["quality"] for row in rows} == {quality}
 
 
 def test_progress_lines(capsys, monkeypatch):

@@ -24,8 +24,10 @@ Axes = dict[str, list[Any]]
 MAX_RANDOM_CONTEXT = 1 << 18
 _FROM_ZERO = (
     *("seed", "temperature", "top_p", "context_len", "num_speculative_tokens"),
-    *("window", "shared_prefix_len", "energy_s"),
+    *("window", "shared_prefix_len", "energy_s", "max_interval_percent"),
 )
+# When a cell is measured again (`labkit.quality.Limits`).
+REPEATS: Axes = {"max_repeats": [4], "max_interval_percent": [2.0]}
 
 
 def axes_of(presets: Mapping[str, Axes], preset: str, given: Mapping[str, Sequence[Any]]) -> Axes:
@@ -176,7 +178,17 @@ def auto_preset() -> str:
 
 
 # Modules whose code decides what a number means: an edit starts a new run instead of mixing with the old.
-_MEASURING = ("speculation.py", "timing.py", "kv_cache.py", "models", "drafting", "workloads.py", "filler.py")
+_MEASURING = (
+    "speculation.py",
+    "timing.py",
+    "quality.py",
+    "device_state.py",
+    "kv_cache.py",
+    "models",
+    "drafting",
+    "workloads.py",
+    "filler.py",
+)
 
 
 def sweep(

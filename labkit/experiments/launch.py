@@ -14,6 +14,7 @@ from labkit import axes
 from labkit.errors import InputError
 from labkit.experiments import acceptance, attention, common, loop, step
 from labkit.paths import cache_dir
+from labkit.quality import kinds
 from labkit.sweep import RunResult
 
 MODULES: dict[str, ModuleType] = {"attention": attention, "acceptance": acceptance, "loop": loop, "step": step}
@@ -106,8 +107,12 @@ def _remarks(result: RunResult) -> tuple[dict[str, int], dict[str, int]]:
     rows = load_runs(result.path.parent.parent.name, result.path)
     failed = rows[rows["status"] != "ok"]
     doubtful = rows[rows["quality"].notna() & (rows["quality"] != "ok")]
-    points = doubtful[["quality", "point_key"]].drop_duplicates()["quality"]
-    return dict(Counter(failed["status"] + ": " + failed["reason"].astype(str))), dict(Counter(points))
+    points = doubtful.drop_duplicates(["quality", "point_key"])
+    found = {
+        (key, kind) for key, value in zip(points["point_key"], points["quality"], strict=True) for kind in kinds(value)
+    }
+    reasons = Counter(failed["status"] + ": " + failed["reason"].astype(str))
+    return dict(reasons), dict(sorted(Counter(kind for _, kind in found).items()))
 
 
 def _print(arguments: argparse.Namespace, content: dict[str, Any], text: str) -> None:
