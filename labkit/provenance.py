@@ -206,15 +206,19 @@ def collect(device: str = "cpu") -> dict[str, Any]:
     }
 
 
+def environment(provenance: dict[str, Any]) -> dict[str, Any]:
+    """What makes numbers incomparable where it differs: device, clock settings, versions, threads."""
+    device = {name: value for name, value in provenance["device"].items() if name not in _PASSING_FIELDS}
+    return {"device": device} | {name: provenance[name] for name in ("num_threads", "versions", "python", "env")}
+
+
 def environment_digest(provenance: dict[str, Any], code_digest: str = "") -> str:
-    """Digest of what makes numbers incomparable: device, clock settings, versions, threads, measuring code.
+    """Digest of `environment` and the measuring code.
 
     The commit is not in it, since most commits do not touch what is measured: pass ``code_digest`` of the
     modules that do.
     """
-    device = {name: value for name, value in provenance["device"].items() if name not in _PASSING_FIELDS}
-    kept = {name: provenance[name] for name in ("num_threads", "versions", "python", "env")}
-    return digest({"device": device, "code": code_digest, **kept})
+    return digest({**environment(provenance), "code": code_digest})
 
 
 def code_digest(names: Iterable[str]) -> str:

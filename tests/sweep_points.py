@@ -35,6 +35,15 @@ def measure(point: dict[str, Any]) -> list[dict[str, Any]]:
     return rows(point)
 
 
+def measure_and_log(point: dict[str, Any]) -> list[dict[str, Any]]:
+    """Samples after ``sleep_s``; the ``log`` gets a line with the Dask worker's process, and when it began and ended."""
+    begin = time.monotonic()
+    time.sleep(point["sleep_s"])
+    with open(point["log"], "a") as file:
+        file.write(f"{point['context_len']} {os.getppid()} {begin} {time.monotonic()}\n")
+    return rows(point)
+
+
 def measure_local(point: dict[str, Any]) -> list[dict[str, Any]]:
     """Samples, if the point comes with its ``model_dir``."""
     assert point["model_dir"] == "/secret/place"

@@ -29,7 +29,7 @@ def provenance() -> dict:
 @pytest.fixture
 def go(tmp_path, provenance):
     def run(points, measure=sweep_points.measure, **options) -> RunResult:
-        chosen = {"worker": False, "progress": False, "provenance": provenance, **options}
+        chosen = {"executor": "in-process", "progress": False, "provenance": provenance, **options}
         return run_sweep(points, measure, experiment="loop", out_dir=tmp_path, **chosen)
 
     return run
@@ -153,7 +153,7 @@ def test_worker_survives_crashes_and_hangs(go):
     faults = ["ok", "segfault", "exit", "device", "ok2", "hang", "ok3", "ok4"]
     points = [{**p, "fault": f.rstrip("234"), "name": f} for f in faults for p in contexts(faults.index(f))]
     begin = time.monotonic()
-    result = go(points, sweep_points.measure_fault, worker=True, timeout_s=2.0)
+    result = go(points, sweep_points.measure_fault, executor="local", timeout_s=2.0)
     assert time.monotonic() - begin < 20
     rows = load_runs("loop", result.path).drop_duplicates("point_key")
     assert rows.status.tolist() == ["ok", "crashed", "crashed", "crashed", "ok", "timeout", "ok", "ok"]
@@ -170,7 +170,7 @@ def test_worker_survives_crashes_and_hangs(go):
 
 
 def test_noise_on_standard_output_does_not_reach_the_pipe(go):
-    assert go(contexts(0, 1), sweep_points.measure_with_fields, worker=True).counts == {"ok": 2}
+    assert go(contexts(0, 1), sweep_points.measure_with_fields, executor="local").counts == {"ok": 2}
 
 
 def test_nothing_to_do_is_said(go, capsys):
@@ -272,8 +272,8 @@ def test_local_values_reach_the_measure_and_no_file(go, tmp_path):
         ({"points": [{"a": object()}]}, "points: wanted"),
         ({"timeout_s": 0}, "timeout_s"),
         ({"measure": "no_colon"}, "measure: wanted"),
-        ({"measure": "labkit.nowhere:f", "worker": True}, "cannot import"),
-        ({"measure": lambda point: [], "worker": True}, "importable"),
+        ({"measure": "labkit.nowhere:f", "executor": "local"}, "cannot import"),
+        ({"measure": lambda point: [], "executor": "local"}, "importable"),
     ],
 )
 def test_bad_arguments(go, options, problem):
@@ -287,7 +287,9 @@ def test_unknown_experiment_and_unwritable_folder(tmp_path):
         run_sweep(contexts(0), sweep_points.measure, experiment="latency", out_dir=tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot write"):
-        run_sweep(contexts(0), sweep_points.measure, experiment="loop", out_dir=tmp_path / "file", worker=False)
+        run_sweep(
+            contexts(0), sweep_points.measure, experiment="loop", out_dir=tmp_path / "file", executor="in-process"
+        )
 
 
 def test_second_sweep_on_a_run_is_refused(go):
