@@ -84,6 +84,8 @@ def _add_measuring(add: _Add) -> None:
     run.add_argument("--seed", type=int, default=0)
     run.add_argument("--budget", metavar="TIME", help="stop before this is spent, e.g. 20m; the rest can be resumed")
     run.add_argument("--timeout", metavar="TIME", default="10m", help="per point (default 10m)")
+    run.add_argument("--executor", choices=("local", "dask"), default="local", help="dask: one worker per visible GPU")
+    run.add_argument("--scheduler", metavar="ADDRESS|FILE", help="of a running Dask cluster (docs/scale-out.md)")
     run.add_argument("--dry-run", action="store_true", help="cells, minutes and memory, without measuring")
     _json_flag(run)
 

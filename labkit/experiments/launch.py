@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -55,17 +56,34 @@ def run_from_arguments(arguments: argparse.Namespace) -> int:
     points = module.points(preset, **given)
     if arguments.dry_run:
         return _show_plan(arguments, points, module)
-    result = common.sweep(
-        arguments.experiment,
-        points,
-        out_dir=arguments.out,
-        resume=not arguments.no_resume,
-        seed=arguments.seed,
-        timeout_s=timeout_s,
-        budget_s=budget_s,
-        backend_file=arguments.backend_file,
-    )
+    with _executor(arguments) as executor:
+        result = common.sweep(
+            arguments.experiment,
+            points,
+            out_dir=arguments.out,
+            resume=not arguments.no_resume,
+            seed=arguments.seed,
+            executor=executor,
+            timeout_s=timeout_s,
+            budget_s=budget_s,
+            backend_file=arguments.backend_file,
+        )
     return _show_result(arguments, result)
+
+
+def _executor(arguments: argparse.Namespace) -> AbstractContextManager[Any]:
+    """What `run_sweep` takes as its executor: a name, or a client of the cluster whose scheduler was named."""
+    if arguments.scheduler is None:
+        return nullcontext(arguments.executor)
+    if arguments.executor != "dask":
+        raise InputError("--scheduler: wanted --executor dask beside it")
+    from distributed import Client
+
+    place = {"scheduler_file": arguments.scheduler} if Path(arguments.scheduler).is_file() else {}
+    try:
+        return Client(**place) if place else Client(arguments.scheduler, timeout=30)
+    except (OSError, ValueError, TimeoutError) as error:
+        raise InputError(f"--scheduler {arguments.scheduler}: no Dask scheduler answers there ({error})") from None
 
 
 def _show_plan(arguments: argparse.Namespace, points: list[dict[str, Any]], module: ModuleType) -> int:
