@@ -92,7 +92,7 @@ def _after_jump(outcome: Outcome, jump_s: float) -> Outcome:
     """Samples taken while the wall clock was set or the machine slept are marked: they were timed by another clock."""
     if outcome["status"] != "ok" or abs(jump_s) < CLOCK_JUMP_S:
         return outcome
-    note, usual = f"clock jumped (wall clock {jump_s:+.0f} s)", outcome["fields"].get("quality")
+    note, usual = f"clock jumped ({jump_s:+.0f} s)", outcome["fields"].get("quality")
     marked = []
     for sample in outcome["samples"]:
         known = sample.get("quality", usual)

@@ -47,7 +47,7 @@ def _line(record: dict[str, Any]) -> bytes:
 
 def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
-        record = json.loads(line)
+        record = json.loads(line.decode())  # of bytes, json guesses the encoding
         if record["kind"] in _FIELDS and all(name in record for name in _FIELDS[record["kind"]]):
             return record
         problem = f"kind {record['kind']!r} with {', '.join(record)}"
@@ -147,7 +147,7 @@ class Journal:
         with open(self.path, "rb") as file:
             for attempt in sorted(self.attempts.values(), key=lambda attempt: attempt.offset):
                 file.seek(attempt.offset)
-                yield json.loads(file.readline())
+                yield json.loads(file.readline().decode())
 
     def close(self) -> None:
         """Close the file and with it the lock."""
@@ -208,9 +208,11 @@ def rows_table(header: dict[str, Any], records: Iterable[dict[str, Any]]) -> pa.
         base |= {"run_id": header["run_id"], "experiment": header["experiment"], "gpu": header["gpu"]}
         base |= {"point_key": record["point_key"], "status": record["status"], "reason": record.get("reason")}
         if record["status"] == "ok":
+            measured.add("sample")
             samples = [{"sample": index, **sample} for index, sample in enumerate(samples)]
         for name in names:
-            values[name] += [sample.get(name, base.get(name)) for sample in samples]
+            usual = base.get(name)
+            values[name] += [s.get(name, usual) for s in samples] if name in measured else [usual] * len(samples)
     return build_table(header["experiment"], values)
 
 
