@@ -40,9 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _one_line(error: Exception) -> str:
+    from labkit.provenance import redact
+
     if isinstance(error, OSError) and error.filename:
-        return f"{error.filename}: {error.strerror}"
-    return " ".join(str(error).split())
+        return redact(f"{error.filename}: {error.strerror}")
+    return redact(" ".join(str(error).split()))
 
 
 _Add = Callable[[str, Callable[[argparse.Namespace], int | None], str], argparse.ArgumentParser]

@@ -11,7 +11,7 @@ from typing import Any
 from labkit.errors import InputError
 from labkit.executor import Batch, Point
 from labkit.journal import RESERVED, Journal
-from labkit.provenance import digest, environment_digest, plain
+from labkit.provenance import digest, environment_digest, plain, redact
 from labkit.results import new_run_id
 
 _ENCODER = json.JSONEncoder(allow_nan=False, default=plain)  # json.dumps makes one per call
@@ -41,6 +41,10 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) in (int, str, bool) or (type(value) is float and math.isfinite(value))
 
 
+def _is_number(value: Any) -> bool:
+    return value is None or type(value) in (int, float, bool)
+
+
 def point_key(point: Point, backend_digest: str = "") -> str:
     """Every parameter of a point as one stable string, in any order: ``k=4,name="sdpa"@1a2b``."""
     parts = [f"{name}={_encoded(point[name])}" for name in sorted(point)]
@@ -50,6 +54,7 @@ def point_key(point: Point, backend_digest: str = "") -> str:
 def keyed_points(points: Iterable[Point], seed: int, backend_digest: str | Callable[[Point], str]) -> dict[str, Point]:
     """point_key -> point, with the seed in it, as JSON gives it back: lists, no tuples."""
     keyed: dict[str, Point] = {}
+    texts: set[tuple[str, str]] = set()
     for given in points:
         try:
             point = {"seed": seed, **given}
@@ -57,6 +62,8 @@ def keyed_points(points: Iterable[Point], seed: int, backend_digest: str | Calla
                 point = json.loads(_ENCODER.encode(point))
         except (TypeError, ValueError) as error:
             raise InputError(f"points: wanted numbers, texts, lists and null, got {given!r}: {error}") from error
+        strings = ((n, v if isinstance(v, str) else _ENCODER.encode(v)) for n, v in point.items() if not _is_number(v))
+        texts.update(strings)
         taken = [name for name in RESERVED if name in point]
         if taken:
             raise InputError(f"points: {', '.join(taken)} cannot be an axis; the sweep fills it in")
@@ -66,6 +73,10 @@ def keyed_points(points: Iterable[Point], seed: int, backend_digest: str | Calla
         keyed[key] = point
     if not keyed:
         raise InputError("points: wanted at least one, got none")
+    if private := sorted({name for name, text in texts if redact(text) != text}):
+        raise InputError(
+            f"points: {private[0]} holds a home folder, a name or a secret; hand such values over by local="
+        )
     return keyed
 
 

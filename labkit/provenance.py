@@ -12,7 +12,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,9 @@ _SECRETS = (
     re.compile(r"(?i)(--[\w-]*(?:key|token|secret|password)[= ]\s*)[^\s\"']+"),
     re.compile(r"(?i)((?:api[_-]?key|token|secret|password)[\"']?\s*[=:]\s*[\"']?)[^\s,;&\"']+"),
     re.compile(r"(://)[^/\s:@]+(?::[^/\s@]+)?(?=@)"),
+    re.compile(r"()\beyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]*"),  # a JSON web token
 )
+_SECRET_VARIABLE = re.compile(r"(?i)(key|token|secret|passw(or)?d|credentials?)$")
 
 
 def utc_now() -> str:
@@ -78,31 +80,73 @@ def slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "unknown"
 
 
-def _home_patterns() -> list[tuple[re.Pattern[str], str]]:
-    homes = {str(Path.home()), os.environ.get("HOME", "")} - {"", "/"}
-    patterns = [(re.compile(re.escape(home.rstrip("/")) + r"(?![\w.-])"), "~") for home in sorted(homes)]
-    return [*patterns, (re.compile(r"(?<![\w.])/(home|Users)/[^/\s\"':]+"), "~")]
+def _homes() -> frozenset[str]:
+    return frozenset({str(Path.home()), os.environ.get("HOME", "")} - {"", "/"})
 
 
-def _own_names() -> dict[str, str]:
+def _own_names() -> frozenset[tuple[str, str]]:
     try:
         user = getpass.getuser()
     except (OSError, KeyError):  # an account without a name
         user = ""
     host = socket.gethostname()
     names = {user: "<user>", host: "<host>", host.split(".")[0]: "<host>"}
-    return {name: mark for name, mark in names.items() if len(name) > 2 and name.lower() not in _COMMON_NAMES}
+    return frozenset(
+        (name, mark) for name, mark in names.items() if len(name) > 2 and name.lower() not in _COMMON_NAMES
+    )
+
+
+def _own_secrets() -> frozenset[str]:
+    """Values of variables that are named like secrets; a short one would also be found in ordinary text."""
+    named = {value for name, value in os.environ.items() if _SECRET_VARIABLE.search(name)}
+    return frozenset(v for v in named if len(v) >= 12 or (len(v) >= 8 and not v.isalpha() and not v.isdigit()))
+
+
+@functools.lru_cache(maxsize=8)
+def _rules(
+    homes: frozenset[str], names: frozenset[tuple[str, str]], secrets: frozenset[str]
+) -> list[tuple[re.Pattern[str], str]]:
+    rules = [(re.compile(re.escape(value)), "<secret>") for value in sorted(secrets, key=len, reverse=True)]
+    rules += [(pattern, r"\1<secret>") for pattern in _SECRETS]
+    rules += [(re.compile(re.escape(home.rstrip("/")) + r"(?![\w.-])"), "~") for home in sorted(homes)]
+    rules.append((re.compile(r"(?<![\w.])/(home|Users)/[^/\s\"':]+"), "~"))
+    for name, mark in sorted(names):
+        rules.append((re.compile(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])"), mark))
+    return rules
 
 
 def redact(text: str) -> str:
     """``text`` without home folders, the names of this account and host, keys, tokens and passwords."""
-    for pattern in _SECRETS:
-        text = pattern.sub(r"\1<secret>", text)
-    for pattern, mark in _home_patterns():
+    for pattern, mark in _rules(_homes(), _own_names(), _own_secrets()):
         text = pattern.sub(mark, text)
-    for name, mark in _own_names().items():
-        text = re.sub(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", mark, text)
     return text
+
+
+def redacted(value: Any) -> Any:
+    """A JSON value with every text in it redacted, names of fields included; pictures in base64 stay as they are."""
+    rules = _rules(_homes(), _own_names(), _own_secrets())
+    known: dict[str, str] = {}
+
+    def of_text(text: str) -> str:
+        if text not in known:
+            clean = text
+            for pattern, mark in rules:
+                clean = pattern.sub(mark, clean)
+            known[text] = clean
+        return known[text]
+
+    def walk(part: Any) -> Any:
+        if isinstance(part, str):
+            return of_text(part)
+        if isinstance(part, Mapping):
+            return {walk(name): item if _is_picture(name) else walk(item) for name, item in part.items()}
+        return [walk(item) for item in part] if isinstance(part, list | tuple) else part
+
+    return walk(value)
+
+
+def _is_picture(name: Any) -> bool:
+    return isinstance(name, str) and name.startswith("image/") and name != "image/svg+xml"
 
 
 def without_folders(text: str) -> str:

@@ -259,7 +259,7 @@ def test_a_refused_point_is_a_row_in_any_order(go, faults):
 def test_local_values_reach_the_measure_and_no_file(go, tmp_path):
     result = go(contexts(0), sweep_points.measure_local, local={"model_dir": "/secret/place"})
     assert result.counts == {"ok": 1}
-    assert all(b"secret" not in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert all(b"secret/place" not in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from labkit.engines.tables import read_table
 from labkit.engines.trace import is_trace, read_steps
 from labkit.errors import InputError
 from labkit.progress import say
+from labkit.provenance import redact, redacted
 
 MAX_PAGE_BYTES = 8 << 20
 KV_DTYPES = ("auto", "bfloat16", "bf16", "float16", "fp16", "half", "fp8", "fp8_e4m3", "fp8_e5m2", "float8_e4m3fn")
@@ -42,7 +43,7 @@ def run_import(arguments: argparse.Namespace) -> None:
             print(",\n " if i else "[\n ", json.dumps(_plain(item)), sep="", end="")
         print("\n]")
     else:
-        print(*map(_step_line, steps), *([summary(records)] if logs else []), sep="\n")
+        print(*map(_step_line, steps), *([redact(summary(records))] if logs else []), sep="\n")
     for note in reader.notes:
         say(note)
 
@@ -55,7 +56,7 @@ def _steps(traces: list[str], reader: Reader) -> Iterator[Any]:
 
 
 def _plain(item: Any) -> Any:
-    return item if isinstance(item, dict) else item.to_dict()
+    return redacted(item if isinstance(item, dict) else item.to_dict())
 
 
 def _written(items: Iterator[Any], path: Path) -> Iterator[Any]:
@@ -105,7 +106,7 @@ def run_diagnose(arguments: argparse.Namespace) -> int:
         raise InputError("wanted a log, a trace, --base-url or --launch")
     if arguments.recipe:
         content = lines = recipe(arguments.recipe, server, arguments.launch)
-    print(json.dumps(content, indent=1) if arguments.json else "\n".join(lines))
+    print(json.dumps(redacted(content), indent=1) if arguments.json else redact("\n".join(lines)))
     return 1 if problems else 0
 
 
