@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from itertools import product
@@ -158,7 +159,7 @@ def _points_of_grid(grid: common.Axes, prefix: str) -> list[dict[str, Any]]:
 
 def heads_of(model: str) -> tuple[int, int, int]:
     """Query heads, KV heads and head size of a model shape by name, of a model folder, or of ``24/4/256``."""
-    if (Path(model) / "config.json").is_file():
+    if os.path.isfile(os.path.join(model, "config.json")):  # False for what can be no path, where Path raises
         from labkit.models.weights import read_config
 
         shape, _ = read_config(Path(model), model)
