@@ -1,4 +1,4 @@
-"""The test matrix: Python and torch versions, with and without optional packages, each cell in an environment of its own.
+"""The test matrix: Python and torch versions, with and without optional packages, each cell in its own environment.
 
     python benchmarks/compatibility.py [CELL ...] [--work build/compatibility] [--table docs/compatibility.md]
 
@@ -139,7 +139,7 @@ def _versions(binaries: Path) -> dict[str, str]:
 
 HEAD = """# Compatibility
 
-Made by `benchmarks/compatibility.py` (`make compat`), each cell in an environment of its own: the commands that read and
+Made by `benchmarks/compatibility.py` (`make compat`), each cell in its own environment: the commands that read and
 decide, then the tests of data files, attention, the loop, sweeps and readers. Cells without torch run the commands
 only: analysis needs no torch. A machine without a GPU runs neither FlashInfer nor CUDA kernels; these are tested with
 `pytest -m gpu` on a GPU host (README, "What was measured where").
