@@ -183,7 +183,7 @@ def _point_keys(rows: _Rows) -> _Broken:
         if name in rows.names:
             values = rows.table[name].to_pylist()
             pairs = zip(keys, values, strict=True)
-            off = [wanted.get(str(key), {}).get(name, value) != value for key, value in pairs]
+            off = [value is not None and wanted.get(str(key), {}).get(name, value) != value for key, value in pairs]
             yield name, rows.ok & np.array(off, bool), "is not what the point_key says"
     versions: dict[str | None, str] = {}
     both = zip(rows.texts("backend"), rows.texts("backend_digest"), strict=True)

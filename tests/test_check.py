@@ -262,7 +262,7 @@ def test_a_pickle_in_disguise_is_not_loaded(tmp_path, monkeypatch, suffix):
     assert check_run(path)
     for other in (path.with_suffix(".pkl"), path.with_suffix(".pt")):
         other.write_bytes(pickle.dumps(Payload()))
-        with pytest.raises(InputError, match="wanted a run's .parquet"):
+        with pytest.raises(InputError, match=r"wanted a run's \.parquet"):
             load_runs("loop", other)
     assert not (tmp_path / MARK).exists()
 
