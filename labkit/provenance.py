@@ -12,7 +12,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ _SECRETS = (
     re.compile(r"(://)[^/\s:@]+(?::[^/\s@]+)?(?=@)"),
     re.compile(r"()\beyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]*"),  # a JSON web token
 )
+_KNOWN_TEXTS = 10_000  # kept by a redactor: most texts of a table come again and again
 _SECRET_VARIABLE = re.compile(r"(?i)(key|token|secret|passw(or)?d|credentials?)$")
 
 
@@ -122,18 +123,20 @@ def redact(text: str) -> str:
     return text
 
 
-def redacted(value: Any) -> Any:
-    """A JSON value with every text in it redacted, names of fields included; pictures in base64 stay as they are."""
+def redactor() -> Callable[[Any], Any]:
+    """`redacted` for many values, with what this process's environment holds now."""
     rules = _rules(_homes(), _own_names(), _own_secrets())
     known: dict[str, str] = {}
 
     def of_text(text: str) -> str:
-        if text not in known:
-            clean = text
-            for pattern, mark in rules:
-                clean = pattern.sub(mark, clean)
+        if (found := known.get(text)) is not None:
+            return found
+        clean = text
+        for pattern, mark in rules:
+            clean = pattern.sub(mark, clean)
+        if len(known) < _KNOWN_TEXTS:
             known[text] = clean
-        return known[text]
+        return clean
 
     def walk(part: Any) -> Any:
         if isinstance(part, str):
@@ -142,7 +145,12 @@ def redacted(value: Any) -> Any:
             return {walk(name): item if _is_picture(name) else walk(item) for name, item in part.items()}
         return [walk(item) for item in part] if isinstance(part, list | tuple) else part
 
-    return walk(value)
+    return walk
+
+
+def redacted(value: Any) -> Any:
+    """A JSON value with every text in it redacted, names of fields included; pictures in base64 stay as they are."""
+    return redactor()(value)
 
 
 def _is_picture(name: Any) -> bool:

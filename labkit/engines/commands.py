@@ -5,7 +5,7 @@ import itertools
 import json
 import tempfile
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from labkit.engines.tables import read_table
 from labkit.engines.trace import is_trace, read_steps
 from labkit.errors import InputError
 from labkit.progress import say
-from labkit.provenance import redact, redacted
+from labkit.provenance import redact, redacted, redactor
 
 MAX_PAGE_BYTES = 8 << 20
 KV_DTYPES = ("auto", "bfloat16", "bf16", "float16", "fp16", "half", "fp8", "fp8_e4m3", "fp8_e5m2", "float8_e4m3fn")
@@ -27,7 +27,7 @@ _PAGES = ("/get_server_info", "/server_info", "/metrics")
 
 def run_import(arguments: argparse.Namespace) -> None:
     """Import files; records and steps are streamed, so a long log takes no memory."""
-    reader = Reader(arguments.engine)
+    reader, clean = Reader(arguments.engine), redactor()
     traces = [path for path in arguments.files if is_trace(path)]
     logs = [path for path in arguments.files if path not in traces]
     steps, records = _steps(traces, reader), import_files(logs, reader=reader)
@@ -36,11 +36,11 @@ def run_import(arguments: argparse.Namespace) -> None:
             arguments.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(f"out: wanted a folder, got {str(arguments.out)!r} ({error.strerror})") from error
-        steps = _written(steps, arguments.out / "steps.jsonl") if traces else steps
-        records = _written(records, arguments.out / "import.jsonl") if logs else records
+        steps = _written(steps, arguments.out / "steps.jsonl", clean) if traces else steps
+        records = _written(records, arguments.out / "import.jsonl", clean) if logs else records
     if arguments.json:
         for i, item in enumerate(itertools.chain(steps, records)):
-            print(",\n " if i else "[\n ", json.dumps(_plain(item)), sep="", end="")
+            print(",\n " if i else "[\n ", json.dumps(clean(_plain(item))), sep="", end="")
         print("\n]")
     else:
         print(*map(_step_line, steps), *([redact(summary(records))] if logs else []), sep="\n")
@@ -56,14 +56,14 @@ def _steps(traces: list[str], reader: Reader) -> Iterator[Any]:
 
 
 def _plain(item: Any) -> Any:
-    return redacted(item if isinstance(item, dict) else item.to_dict())
+    return item if isinstance(item, dict) else item.to_dict()
 
 
-def _written(items: Iterator[Any], path: Path) -> Iterator[Any]:
+def _written(items: Iterator[Any], path: Path, clean: Callable[[Any], Any]) -> Iterator[Any]:
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("w") as file:
         for item in items:
-            file.write(json.dumps(_plain(item)) + "\n")
+            file.write(json.dumps(clean(_plain(item))) + "\n")
             yield item
     temporary.replace(path)
 
