@@ -129,10 +129,12 @@ def _add_reading(add: _Add) -> None:
     )
     importer.add_argument("--engine", default="auto", help="auto, sglang, vllm, llamacpp, trtllm, or a load tool")
     importer.add_argument(
-        "--out", type=Path, metavar="DIR", help="also write DIR/import.jsonl, of traces DIR/steps.jsonl"
+        "--out", type=Path, metavar="DIR", help="also write DIR/import.parquet, of traces DIR/steps.parquet"
     )
     _json_flag(importer)
-    diagnoser.add_argument("file", nargs="?", metavar="LOG|TRACE", help="a server's log or a trace; - is stdin")
+    diagnoser.add_argument(
+        "file", nargs="?", metavar="LOG|TRACE|RUN", help="a server's log, a trace, attention runs; - is stdin"
+    )
     diagnoser.add_argument("--base-url", metavar="URL", help="also read the running server's info and metrics pages")
     diagnoser.add_argument("--launch", metavar="LINE", help="check a launch line instead of a log")
     diagnoser.add_argument("--recipe", metavar="NAME", help="print (never run) all-reject, k-sweep or backend-ab")

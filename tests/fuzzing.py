@@ -80,12 +80,14 @@ def _importer_seeds() -> list[bytes]:
 def _import(data: bytes, folder: Path) -> None:
     from labkit.engines.diagnose import diagnose, render
     from labkit.engines.importing import Reader, summary
+    from labkit.engines.stored import write
 
     (folder / "x").write_bytes(data)
     reader = Reader()
     records = list(reader.read(folder / "x"))
     json.dumps([record.to_dict() for record in records], allow_nan=False)
     summary(records)
+    list(write(records, folder / "x.parquet", lambda record: record.to_dict()))
     if records:
         render(diagnose(iter(records), reader.server))
 

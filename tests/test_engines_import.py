@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 
+import pyarrow.parquet as pq
 import pytest
 
 from labkit.cli import main
@@ -603,8 +604,10 @@ def test_command_line_json_text_and_out(tmp_path, capsys):
     names += " acceptance_rate_per_pos num_speculative_tokens batch_size context_len output_tokens_per_s step_ms"
     names += " step_ms_source cuda_graph prefill_mixed"
     assert set(names.split()) <= set(records[0])
-    written = [json.loads(line) for line in (tmp_path / "out" / "import.jsonl").read_text().splitlines()]
-    assert written == records
+    written = pq.read_table(tmp_path / "out" / "import.parquet").to_pylist()
+    nested = ("backend", "details")
+    assert [row | {name: row[name] and json.loads(row[name]) for name in nested} for row in written] == records
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["import.parquet"]
     assert main(["import", str(path)]) == 0
     assert "2.80" in capsys.readouterr().out
 
