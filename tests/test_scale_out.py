@@ -113,11 +113,16 @@ def test_a_worker_in_another_environment_measures_nothing(tmp_path, client, prov
     assert "another environment: versions.numpy is" in load_runs("loop", result.path)["reason"].iloc[0]
 
 
-def test_the_budget_is_kept_and_calibration_is_stored(tmp_path, client, provenance, monkeypatch):
+def test_the_budget_is_kept(tmp_path, client, provenance):
+    options = {"executor": client, "budget_s": 5.0}
+    result = go(tmp_path, contexts(60, sleep_s=0.4), sweep_points.measure, provenance, **options)
+    assert 0 < result.num_measured < 60
+    assert result.num_left == 60 - result.num_measured
+
+
+def test_calibration_of_a_worker_is_stored(tmp_path, client, provenance, monkeypatch):
     monkeypatch.setattr("labkit.sweep.CALIBRATE", "tests.sweep_points:fake_calibration")
-    options = {"executor": client, "budget_s": 0.5, "calibrate": True}
-    result = go(tmp_path, contexts(40, sleep_s=0.1), sweep_points.measure, provenance, **options)
-    assert 0 < result.num_measured < 40
+    result = go(tmp_path, contexts(1), sweep_points.measure, provenance, executor=client, calibrate=True)
     assert json.loads(result.path.with_suffix(".json").read_text())["calibration"]["noise_floor_us"] == 2.0
 
 
