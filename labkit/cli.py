@@ -40,9 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _one_line(error: Exception) -> str:
+    from labkit.provenance import redact
+
     if isinstance(error, OSError) and error.filename:
-        return f"{error.filename}: {error.strerror}"
-    return " ".join(str(error).split())
+        return redact(f"{error.filename}: {error.strerror}")
+    return redact(" ".join(str(error).split()))
 
 
 _Add = Callable[[str, Callable[[argparse.Namespace], int | None], str], argparse.ArgumentParser]
@@ -84,6 +86,8 @@ def _add_measuring(add: _Add) -> None:
     run.add_argument("--seed", type=int, default=0)
     run.add_argument("--budget", metavar="TIME", help="stop before this is spent, e.g. 20m; the rest can be resumed")
     run.add_argument("--timeout", metavar="TIME", default="10m", help="per point (default 10m)")
+    run.add_argument("--executor", choices=("local", "dask"), default="local", help="dask: one worker per visible GPU")
+    run.add_argument("--scheduler", metavar="ADDRESS|FILE", help="of a running Dask cluster (docs/scale-out.md)")
     run.add_argument("--dry-run", action="store_true", help="cells, minutes and memory, without measuring")
     _json_flag(run)
 
@@ -125,10 +129,12 @@ def _add_reading(add: _Add) -> None:
     )
     importer.add_argument("--engine", default="auto", help="auto, sglang, vllm, llamacpp, trtllm, or a load tool")
     importer.add_argument(
-        "--out", type=Path, metavar="DIR", help="also write DIR/import.jsonl, of traces DIR/steps.jsonl"
+        "--out", type=Path, metavar="DIR", help="also write DIR/import.parquet, of traces DIR/steps.parquet"
     )
     _json_flag(importer)
-    diagnoser.add_argument("file", nargs="?", metavar="LOG|TRACE", help="a server's log or a trace; - is stdin")
+    diagnoser.add_argument(
+        "file", nargs="?", metavar="LOG|TRACE|RUN", help="a server's log, a trace, attention runs; - is stdin"
+    )
     diagnoser.add_argument("--base-url", metavar="URL", help="also read the running server's info and metrics pages")
     diagnoser.add_argument("--launch", metavar="LINE", help="check a launch line instead of a log")
     diagnoser.add_argument("--recipe", metavar="NAME", help="print (never run) all-reject, k-sweep or backend-ab")

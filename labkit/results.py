@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from labkit.errors import InputError
+from labkit.parquet import read_table
 from labkit.paths import ROOT, RUNS
 from labkit.provenance import plain, redact
 from labkit.schema import (
@@ -35,8 +36,7 @@ from labkit.schema import (
 )
 
 RUN_ID = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{6}")
-# Far above any real run; a small file can claim far more (a decompression bomb).
-MAX_ROWS, MAX_TABLE_BYTES, MAX_SIDECAR_BYTES = 50_000_000, 4 << 30, 64 << 20
+MAX_SIDECAR_BYTES = 16 << 20  # far above any real one
 
 
 def new_run_id() -> str:
@@ -161,23 +161,6 @@ def read_sidecar(path: Path) -> dict[str, Any]:
     if absent:
         raise InputError(f"{path}: {', '.join(absent)} missing; wanted a run's sidecar")
     return content
-
-
-def read_table(path: Path) -> pa.Table:
-    """The rows of one Parquet file as they are, with no look at the sidecar.
-
-    Raises InputError: missing, no Parquet file, or larger than any run.
-    """
-    try:
-        with pq.ParquetFile(path) as file:
-            groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
-            if file.metadata.num_rows > MAX_ROWS or sum(g.total_byte_size for g in groups) > MAX_TABLE_BYTES:
-                raise InputError(f"{path}: {file.metadata.num_rows} rows; wanted at most {MAX_ROWS} rows and 4 GiB")
-            return file.read()
-    except FileNotFoundError:
-        raise InputError(f"{path}: missing; wanted a run file") from None
-    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: wanted a Parquet file, got {str(error).splitlines()[0]}") from error
 
 
 @dataclass(frozen=True)
