@@ -62,7 +62,7 @@ def cut_bias(
         for k, above in [(k, above) for k in ks for above in ks if above > k]:
             own = _tokens_and_steps(group[group["num_speculative_tokens"] == k])
             other = _tokens_and_steps(_cut(group[group["num_speculative_tokens"] == above], k))
-            both = own.join(other, rsuffix="_cut", how="inner").to_numpy(float)
+            both = own.join(other.add_suffix("_cut"), how="inner").to_numpy(float)
             if not len(both):
                 continue
             rng = generator(seed, "cut", *key, k, above)
