@@ -1,7 +1,7 @@
 """Does speculation pay? Relative step cost against acceptance length, with an interval and a verdict per cell.
 
-The rule is mean_acceptance_length / relative_step_cost > 1. Cost comes from loop rows, acceptance from acceptance rows
-or an imposed length; they meet only where `labkit.acceptance_join` lets them.
+The rule is mean_acceptance_length / relative_step_cost > 1. Cost comes from loop or step rows, acceptance from
+acceptance rows or an imposed length; they meet only where `labkit.acceptance_join` lets them.
 """
 
 import json
@@ -101,7 +101,8 @@ def breakeven(
     ``loses`` if speedup_high < 1, else ``undecided``. With borrowed acceptance a cell that would pay or lose is
     ``undecided`` and the reason tells which; ``cannot_pay`` stands, as it rests on cost alone.
 
-    cost_rows : loop rows: plain and speculative arms interleaved, step_ms in ms.
+    cost_rows : loop rows: plain and speculative arms interleaved, step_ms in ms; or step rows: decode and verify
+        forwards interleaved (see `labkit.forward_costs`).
     acceptance : acceptance rows; or an imposed length X, or (X, low, high), in tokens per step, bonus counted; None for
         the cost alone.
     acceptance_from : borrow the acceptance of this target (origin "transferred").

@@ -13,6 +13,7 @@ import pandas as pd
 from labkit.cost import floor_relative_cost
 from labkit.diagnosis import FLAT, HEALTHY, LINEAR
 from labkit.errors import InputError
+from labkit.forward_costs import FREE
 from labkit.shapes import model_shape
 from labkit.step_costs import CELL_KEY, StepCosts, baseline_ms
 
@@ -160,7 +161,10 @@ def _slope(cells: Sequence[StepCosts], times: Any) -> float:
 def _floor_us_per_token(names: Mapping[str, Any], read_gb_per_s: Mapping[str, float] | float | None) -> float:
     rate = read_gb_per_s.get(names["gpu"]) if isinstance(read_gb_per_s, Mapping) else read_gb_per_s
     try:
-        num_bytes = model_shape(names["target"]).kv_bytes_per_token(names["kv_dtype"]) * names["batch_size"]
+        num_bytes = (
+            model_shape(names["target"].removeprefix("random:")).kv_bytes_per_token(names["kv_dtype"])
+            * names["batch_size"]
+        )
     except (InputError, TypeError):
         return float("nan")
     return num_bytes / rate / 1e3 if rate else float("nan")
@@ -176,8 +180,8 @@ def breakeven_floor(cells: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for row in cells[keys].drop_duplicates().to_dict("records"):
         try:
-            model = model_shape(row["target"])
-            draft_model = None if row["drafter"] in ("ngram", "none") else model_shape(row["drafter"])
+            model = model_shape(row["target"].removeprefix("random:"))
+            draft_model = None if row["drafter"] in ("ngram", FREE) else model_shape(row["drafter"])
             sizes = {name: int(row[name]) for name in keys[2:5]}
             cost = floor_relative_cost(model, draft_model=draft_model, **{n: row[n] for n in keys[5:]}, **sizes)
         except InputError:

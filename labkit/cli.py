@@ -104,7 +104,7 @@ def _add_reading(add: _Add) -> None:
     _json_flag(check)
 
     breakeven = add("breakeven", _breakeven, "does it pay: cost and acceptance joined, with an interval")
-    breakeven.add_argument("--cost", nargs="+", type=Path, metavar="PATH", required=True, help="loop runs")
+    breakeven.add_argument("--cost", nargs="+", type=Path, metavar="PATH", required=True, help="loop or step runs")
     lengths = breakeven.add_mutually_exclusive_group(required=True)
     lengths.add_argument("--acceptance", nargs="+", type=Path, metavar="PATH", help="acceptance runs")
     lengths.add_argument("--acceptance-length", metavar="X[,LOW,HIGH]", help="imposed mean acceptance length")

@@ -10,6 +10,7 @@ import pandas as pd
 
 from labkit.best_k import SETTING, best_k, regret
 from labkit.errors import InputError
+from labkit.forward_costs import FREE
 from labkit.results import experiments_in, load_runs
 from labkit.rows import json_value
 from labkit.surface import verdict_surface
@@ -144,6 +145,8 @@ def engine_flags(engine: str, drafter: str, k: int) -> str:
         raise InputError(f"--emit: want one of {', '.join(ENGINES)}, got {engine!r}")
     if k == 0:
         return f"# {engine}: no speculative flags; plain decode is faster on average"
+    if drafter == FREE:
+        raise InputError("--emit: no drafter was measured, only verify; select one with --where drafter=NAME")
     known = next((names for name, names in METHODS.items() if drafter.lower().startswith(name)), None)
     method, path = (known or MODEL)[engine], None if drafter == "ngram" else f"<folder of {drafter}>"
     if engine == "sglang":

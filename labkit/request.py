@@ -55,7 +55,7 @@ def request_table(
     loop rows at the cell (a mean is no estimate of it: the median), or from ``prefill`` rows with a drafter at q_len +
     context_len = the cell's context; prefill_ms from those without. Unknown ones are NaN and so is what needs them.
 
-    Returns context_len, batch_size, num_speculative_tokens, verify_backend, workload, decode_ms, prefill_ms,
+    Returns context_len, batch_size, num_speculative_tokens, drafter, verify_backend, workload, decode_ms, prefill_ms,
     draft_prefill_ms, turning_length with _low and _high (from the interval of the speed-up), and one column
     ``at_<n>`` per output length.
     """
@@ -67,7 +67,7 @@ def request_table(
         decode_ms = float(np.nanmedian(baseline_ms(cost, "fastest")[1]))
         prefill_ms, draft_ms = _prefill(rows, cell, drafter=False), _prefill(rows, cell, drafter=True)
         record = {name: cell[name] for name in ("context_len", "batch_size", "num_speculative_tokens")}
-        record |= {name: cell[name] for name in ("verify_backend", "workload")}
+        record |= {name: cell[name] for name in ("drafter", "verify_backend", "workload")}
         record |= {"decode_ms": decode_ms, "prefill_ms": prefill_ms, "draft_prefill_ms": draft_ms}
         for name, bound in (("", "speedup"), ("_low", "speedup_high"), ("_high", "speedup_low")):
             record[f"turning_length{name}"] = turning_length(

@@ -1,4 +1,4 @@
-"""Loop rows -> costs of a cell: per-round medians of the speculative step and of every plain decode, kept paired.
+"""Loop or step rows -> costs of a cell: per-round medians of the speculative step and of every plain decode, paired.
 
 A ratio is only ever taken inside one (run_id, group, round), where both sides were interleaved.
 """
@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from labkit.errors import InputError
+from labkit.forward_costs import loop_rows
 from labkit.rows import FORCED_ORIGINS, distinct, is_missing, ok_rows, single_value
 
 CELL_KEY = (
@@ -52,7 +53,7 @@ class StepCosts:
 
 
 def step_costs(cost_rows: pd.DataFrame) -> list[StepCosts]:
-    """Sort loop rows with status ok into cells.
+    """Sort loop rows with status ok into cells; step rows are first made loop rows by `labkit.forward_costs`.
 
     Costs come from runs at a fixed context. Rows of origin forced are welcome: only their acceptance is imposed, their
     times are real, so the cell counts as measured. Rounds of several runs of one cell are pooled after pairing.
@@ -60,7 +61,7 @@ def step_costs(cost_rows: pd.DataFrame) -> list[StepCosts]:
     Raises InputError: columns are missing, an arm is missing or unknown, a time is not above 0, or a group or a cell
     mixes contexts, dtypes, linear backends, launch modes or origins.
     """
-    rows = ok_rows(cost_rows, "cost", NEEDED)
+    rows = ok_rows(loop_rows(cost_rows) if "forward_ms" in cost_rows else cost_rows, "cost", NEEDED)
     rows = rows.assign(**{name: None for name in CELL_KEY if name not in rows})
     _check(rows)
     plain = rows[rows["arm"] == "plain"]

@@ -9,10 +9,8 @@ import pandas as pd
 from labkit.best_k import best_k, cut_acceptance, regret
 from labkit.breakeven import Breakeven, breakeven
 from labkit.cause import inefficiency, slope_causes, waterfall
-from labkit.composed import composed_costs
-from labkit.errors import InputError
+from labkit.composed import cost_rows
 from labkit.step_costs import step_costs
-from labkit.verdict import fixed_context
 
 
 @dataclass(frozen=True)
@@ -35,33 +33,13 @@ class Surface:
     regret: pd.DataFrame
 
 
-def cost_rows(rows: pd.DataFrame) -> pd.DataFrame:
-    """Loop rows at a fixed context as they are, step rows as composed steps; of a frame with both, both.
-
-    Raises InputError: rows of neither experiment, or loop rows that generated from prompts only.
-    """
-    if "arm" in rows and "phase" not in rows:
-        rows = rows.assign(experiment="loop")
-    kinds = rows["experiment"].unique().tolist() if "experiment" in rows else ["step"]
-    parts = []
-    if "loop" in kinds:
-        loop = rows[rows["experiment"] == "loop"].dropna(axis="columns", how="all")
-        parts.append(fixed_context(loop) if "origin" in loop else loop)
-    if "step" in kinds:
-        step = rows[rows["experiment"] == "step"] if "experiment" in rows else rows
-        parts.append(composed_costs(step.dropna(axis="columns", how="all")))
-    parts = [part for part in parts if len(part)]
-    if not parts:
-        raise InputError("cost: want step rows, or loop rows of a cost run (acceptance=none); got none")
-    return pd.concat(parts, ignore_index=True)
-
-
 def verdict_surface(
     rows: pd.DataFrame,
     acceptance: pd.DataFrame | float | Sequence[float] | None = None,
     *,
     read_gb_per_s: Mapping[str, float] | float | None = None,
     acceptance_from: str | None = None,
+    free_drafter: str | None = None,
     baseline: str = "fastest",
     confidence: float = 0.95,
     resamples: int = 2000,
@@ -69,17 +47,18 @@ def verdict_surface(
 ) -> Surface:
     """Judge costs over context x batch x pairing x k.
 
-    rows : loop or step rows (`cost_rows`), of one or several gpus, targets, drafters.
+    rows : loop or step rows, of one or several gpus, targets, drafters.
     acceptance : acceptance rows; an imposed length X or (X, low, high); or None for the cost alone. Of rows, each k
         below a measured one is filled in (`cut_acceptance`, origin modelled). Measured acceptance joins only inside its
         context band and for the same target and drafter; elsewhere a cell keeps its cost and a reason.
     read_gb_per_s : measured read bandwidth, 1e9 B/s, one or per gpu (`read_rates` of sidecars); None leaves the causes
         unknown.
+    free_drafter : as `labkit.composed.cost_rows`.
     acceptance_from, baseline, confidence, resamples, seed : as `labkit.breakeven.breakeven`.
 
-    Raises InputError as `labkit.breakeven.breakeven` and `cost_rows`.
+    Raises InputError as `labkit.breakeven.breakeven` and `labkit.composed.cost_rows`.
     """
-    costs = cost_rows(rows)
+    costs = cost_rows(rows, free_drafter=free_drafter)
     options: dict[str, Any] = {"baseline": baseline, "confidence": confidence, "resamples": resamples, "seed": seed}
     if isinstance(acceptance, pd.DataFrame):
         ks = costs["num_speculative_tokens"].dropna().astype(int).unique()

@@ -7,7 +7,8 @@ import pytest
 from labkit.errors import InputError
 from labkit.request import request_speedup, request_table, turning_length
 from labkit.step_costs import step_costs
-from labkit.surface import cost_rows, verdict_surface
+from labkit.composed import cost_rows
+from labkit.surface import verdict_surface
 from tests.worlds import CostWorld, StepWorld, step_rows
 from tests.worlds import cost_rows as loop_rows
 
@@ -45,11 +46,13 @@ def test_step_rows_with_prefills_give_the_whole_table() -> None:
     drafter = prefill.assign(forward_ms=prefill["q_len"] * 0.01, drafter="eagle3")
     rows = pd.concat([rows, target, drafter], ignore_index=True)
     surface = verdict_surface(rows, 2.0, resamples=200)
-    table = request_table(step_costs(cost_rows(rows)), surface.result.cells, rows).set_index("context_len")
+    table = request_table(step_costs(cost_rows(rows)), surface.result.cells, rows)
+    table = table[table["drafter"] == "eagle3"].set_index("context_len")
     row = table.loc[4096]
     assert row["prefill_ms"] == pytest.approx(409.6)
     assert row["draft_prefill_ms"] == pytest.approx(40.96)
-    speedup = surface.result.cells.set_index("context_len").loc[4096, "speedup"]
+    cells = surface.result.cells
+    speedup = cells[cells["drafter"] == "eagle3"].set_index("context_len").loc[4096, "speedup"]
     assert row["at_256"] == pytest.approx(request_speedup(
         speedup, 256, decode_ms=row["decode_ms"], prefill_ms=409.6, draft_prefill_ms=40.96))  # fmt: skip
     assert row["turning_length_low"] <= row["turning_length"] <= row["turning_length_high"]

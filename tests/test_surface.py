@@ -6,9 +6,10 @@ import pytest
 
 from labkit.cause import diagnose_slopes, slope_causes, waterfall
 from labkit.composed import composed_costs
+from labkit.composed import cost_rows as surface_costs
 from labkit.errors import InputError
+from labkit.forward_costs import FREE
 from labkit.step_costs import step_costs
-from labkit.surface import cost_rows as surface_costs
 from labkit.surface import read_rates, verdict_surface
 from tests.worlds import AcceptanceWorld, CostWorld, StepWorld, acceptance_rows, cost_rows, step_rows
 
@@ -19,6 +20,7 @@ READ_GB_PER_S = 147_456 * 1024 / (WORLD.kv_ms_per_1k * 1e6)
 
 def relative_cost(rows: pd.DataFrame, **cell: object) -> float:
     cells = verdict_surface(rows).result.cells
+    cell = {"drafter": "eagle3"} | cell
     (found,) = cells[(cells[list(cell)] == pd.Series(cell)).all(axis=1)]["relative_step_cost"]
     return float(found)
 
@@ -40,24 +42,19 @@ def test_the_first_draft_may_be_an_extend_and_a_block_drafter_drafts_at_once() -
     assert relative_cost(rows, context_len=16384, num_speculative_tokens=7) == pytest.approx((10.9 + 1.5) / 10.9)
 
 
-def test_gap_counts_on_both_sides_or_on_neither() -> None:
-    rows = step_rows(WORLD)
-    everywhere = relative_cost(rows.assign(gap_ms=1.0), context_len=16384, num_speculative_tokens=7)
-    assert everywhere == pytest.approx((10.9 + 1 + 7 * 1.4) / 11.9)
-    rows.loc[rows["phase"] == "decode", "gap_ms"] = 1.0
-    wanted = (10.9 + 7 * 0.4) / 10.9
-    assert relative_cost(rows, context_len=16384, num_speculative_tokens=7) == pytest.approx(wanted)
-
-
-def test_without_a_drafter_the_step_is_a_lower_bound_named_none() -> None:
-    cells = verdict_surface(step_rows(WORLD.with_(drafter=None))).result.cells
-    assert set(cells["drafter"]) == {"none"}
+def test_free_drafting_is_a_lower_bound_and_can_be_named() -> None:
+    rows = step_rows(WORLD.with_(drafter=None))
+    cells = verdict_surface(rows).result.cells
+    assert set(cells["drafter"]) == {FREE}
     assert cells["relative_step_cost"].tolist() == pytest.approx([1.0] * len(cells))
+    text = acceptance_rows(AcceptanceWorld(target="qwen3-8b", num_speculative_tokens=7))
+    named = verdict_surface(rows, text, free_drafter="ngram", resamples=200).result.cells
+    assert named["speedup"].notna().all()
 
 
 def test_half_of_the_forwards_are_no_step() -> None:
     rows = step_rows(WORLD)
-    with pytest.raises(InputError, match="want a decode and a verify forward"):
+    with pytest.raises(InputError, match="must hold the phases decode and verify"):
         composed_costs(rows[rows["phase"] != "decode"])
     with pytest.raises(InputError, match=r"step rows lack the column\(s\) forward_ms"):
         composed_costs(rows.drop(columns="forward_ms"))
@@ -68,7 +65,7 @@ def test_half_of_the_forwards_are_no_step() -> None:
 def test_loop_and_step_rows_of_one_frame_both_count() -> None:
     loop = cost_rows(CostWorld(lambda *_: 10.0, lambda _, __, j: 12.0))
     cells = verdict_surface(pd.concat([loop, step_rows(WORLD)], ignore_index=True)).result.cells
-    assert set(cells["drafter"]) == {"ngram", "eagle3"}
+    assert set(cells["drafter"]) == {"ngram", "eagle3", FREE}
 
 
 # ---- cause ----------------------------------------------------------------------------------------------------------
@@ -77,6 +74,7 @@ def test_loop_and_step_rows_of_one_frame_both_count() -> None:
 def test_the_waterfall_adds_up_to_the_relative_cost() -> None:
     costs = step_costs(composed_costs(step_rows(WORLD.with_(draft_reads=0.1))))
     table = waterfall(costs)
+    table = table[table["drafter"] == "eagle3"]
     for (context, k), cell in table.groupby(["context_len", "num_speculative_tokens"]):
         parts = cell.set_index("part")["tokens"]
         decode = 10.1 + 0.05 * context / 1024
@@ -90,7 +88,14 @@ def test_the_waterfall_adds_up_to_the_relative_cost() -> None:
 
 def test_attention_not_timed_apart_is_one_bar() -> None:
     table = waterfall(step_costs(composed_costs(step_rows(WORLD).assign(attention_ms=np.nan))))
-    assert set(table["part"]) == {"draft", "verify", "sampling", "communication", "unexplained"}
+    assert set(table.loc[table["drafter"] == "eagle3", "part"]) == {
+        "draft",
+        "verify",
+        "sampling",
+        "communication",
+        "gap",
+        "unexplained",
+    }
 
 
 CAUSES = [
@@ -108,16 +113,16 @@ CAUSES = [
 def test_planted_causes_are_named(world: StepWorld, cause: str) -> None:
     costs = step_costs(composed_costs(step_rows(world.with_(noise=0.01))))
     table = slope_causes(costs, READ_GB_PER_S)
-    assert set(table["diagnosis"]) == {cause}
+    assert set(table.loc[table["drafter"] == "eagle3", "diagnosis"]) == {cause}
     if cause == "healthy":
-        assert table["verify_slope_over_floor"].tolist() == pytest.approx([1.0, 1.0], rel=0.1)
+        assert table["verify_slope_over_floor"].tolist() == pytest.approx([1.0] * 4, rel=0.1)
 
 
 def test_without_a_read_bandwidth_the_cause_is_unknown_and_the_ratio_stands() -> None:
     rows = step_rows(WORLD.with_(reads=lambda _, q: float(q)))
     table = slope_causes(step_costs(composed_costs(rows)), None)
     assert set(table["diagnosis"]) == {"unknown"}
-    assert table["verify_decode_slope_ratio"].tolist() == pytest.approx([4.0, 8.0])
+    assert table["verify_decode_slope_ratio"].tolist() == pytest.approx([4.0, 8.0] * 2)
     assert diagnose_slopes(1.0, float("nan"), 8)[0] == "unknown"
 
 
@@ -145,7 +150,7 @@ def test_acceptance_joins_inside_its_band_for_the_same_pair_only() -> None:
         target="qwen3-8b", drafter="eagle3", num_speculative_tokens=7, context_len_low=2048, context_len_high=32768
     )
     surface = verdict_surface(step_rows(WORLD), acceptance_rows(text), resamples=200)
-    cells = surface.result.cells
+    cells = surface.result.cells[surface.result.cells["drafter"] == "eagle3"]
     inside = cells["context_len"].between(2048, 32767)
     assert cells.loc[inside, "mean_acceptance_length"].notna().all()
     assert cells.loc[~inside, "mean_acceptance_length"].isna().all()
@@ -153,7 +158,7 @@ def test_acceptance_joins_inside_its_band_for_the_same_pair_only() -> None:
     assert set(cells.loc[inside & (cells["num_speculative_tokens"] == 3), "origin"]) == {"modelled"}
     assert set(cells.loc[inside & (cells["num_speculative_tokens"] == 7), "origin"]) == {"measured"}
     assert set(surface.best["context_len"]) == {4096, 16384}
-    with pytest.raises(InputError, match="drafter is eagle3 in the cost rows and mtp in the acceptance rows"):
+    with pytest.raises(InputError, match="drafter is eagle3, none .* in the cost rows and mtp in the acceptance rows"):
         verdict_surface(step_rows(WORLD), acceptance_rows(text.with_(drafter="mtp")))
 
 

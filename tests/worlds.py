@@ -303,8 +303,11 @@ def step_rows(world: StepWorld, rng: np.random.Generator | None = None) -> pd.Da
                 factor = float(np.exp(rng.normal(0, world.noise)))
                 call = {"phase": phase, "backend": backend, "q_len": q_len, "attention_ms": attention * factor}
                 call |= {"round": index, "batch_size": batch_size, "context_len": float(context_len)}
-                sampling = world.sampling_ms if phase != "draft" else np.nan
-                call |= {"forward_ms": (rest + attention) * factor, "sampling_ms": sampling}
+                sampling = world.sampling_ms if phase != "draft" else np.nan  # part of the forward
+                call |= {
+                    "forward_ms": (rest + attention + np.nan_to_num(sampling)) * factor,
+                    "sampling_ms": sampling * factor,
+                }
                 call |= {"drafter": world.drafter if phase == "draft" else None}
                 rows.append(call | {"group": f"{batch_size}/{context_len}"})
     same = {
