@@ -82,7 +82,7 @@ class _Settings:
 
 
 def breakeven(
-    cost_rows: pd.DataFrame,
+    cost_rows: pd.DataFrame | list[StepCosts],
     acceptance: pd.DataFrame | float | Sequence[float] | None,
     *,
     acceptance_from: str | None = None,
@@ -102,7 +102,7 @@ def breakeven(
     ``undecided`` and the reason tells which; ``cannot_pay`` stands, as it rests on cost alone.
 
     cost_rows : loop rows: plain and speculative arms interleaved, step_ms in ms; or step rows: decode and verify
-        forwards interleaved (see `labkit.forward_costs`).
+        forwards interleaved (see `labkit.forward_costs`); or the cells that `step_costs` made of either.
     acceptance : acceptance rows; or an imposed length X, or (X, low, high), in tokens per step, bonus counted; None for
         the cost alone.
     acceptance_from : borrow the acceptance of this target (origin "transferred").
@@ -118,7 +118,7 @@ def breakeven(
     if resamples < 100:
         raise InputError(f"resamples must be at least 100, got {resamples}")
     settings = _Settings(baseline, confidence, resamples, seed)
-    costs = step_costs(cost_rows)
+    costs = cost_rows if isinstance(cost_rows, list) else step_costs(cost_rows)
     known = sorted({name for cost in costs for name in cost.decode_ms})
     if baseline not in ("fastest", "same", *known):
         raise InputError(f"baseline must be fastest, same or one of {', '.join(known)}, got {baseline!r}")

@@ -53,6 +53,8 @@ def composed_costs(step_rows: pd.DataFrame) -> pd.DataFrame:
     drafting = rows["phase"].isin(("draft", "draft_extend"))
 
     def total(times: pd.Series) -> np.ndarray:
+        if not times.fillna(0).any():  # not timed, or nobody's: each sum is a pass over all rows
+            return np.zeros(len(costs))
         return loop_rows(rows.assign(forward_ms=times.astype(float).fillna(0.0)))["step_ms"].to_numpy(float)
 
     whole: dict[str, dict[str, np.ndarray]] = {"draft": {}, "verify": {}}

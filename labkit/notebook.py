@@ -14,6 +14,7 @@ from labkit.errors import InputError
 from labkit.figures import SavedFigure, save_figure
 from labkit.results import StoredRun, find_runs, load_runs, load_sidecars
 from labkit.schema import columns
+from labkit.surface import Surface, read_rates, select, verdict_surface
 from labkit.verdict import fixed_context
 
 SOURCES = ("committed", "run")
@@ -78,6 +79,23 @@ class Session:
     def breakeven(self, **options: object) -> Breakeven:
         """Join the cost rows (loop) with the acceptance rows; options as in `labkit.breakeven.breakeven`."""
         return breakeven(fixed_context(self.rows("loop")), self.rows("acceptance"), **options)  # type: ignore[arg-type]
+
+    def surface(self, **options: Any) -> Surface:
+        """The verdict of the loop rows and, of committed data, step rows; options as `verdict_surface`.
+
+        Without acceptance that joins, the cost alone, and a sentence. One setting is kept (`labkit.surface.select`).
+        """
+        costs = [self.rows("loop")]
+        if self.source == "committed":
+            costs.append(self.rows_if_any("step"))
+        rows = pd.concat([frame for frame in costs if len(frame)], ignore_index=True)
+        rates = read_rates(self.sidecars("loop") | (self.sidecars("step") if "step" in set(rows["experiment"]) else {}))
+        try:
+            found = verdict_surface(rows, self.rows("acceptance"), read_gb_per_s=rates, **options)
+        except InputError as error:
+            print(f"The cost alone: {error}.")
+            found = verdict_surface(rows, None, read_gb_per_s=rates, **options)
+        return select(found)
 
     def show(self, fig: Figure, name: str) -> Figure | SavedFigure:
         """Save ``fig`` under ``figures_dir`` when there is one; the last line of a cell then shows what was saved."""

@@ -98,8 +98,8 @@ def verdict_surface(
     if isinstance(acceptance, pd.DataFrame):
         ks = costs["num_speculative_tokens"].dropna().astype(int).unique()
         acceptance = cut_acceptance(acceptance, [int(k) for k in ks])
-    result = breakeven(costs, acceptance, acceptance_from=acceptance_from, **options)
     cells = step_costs(costs)
+    result = breakeven(cells, acceptance, acceptance_from=acceptance_from, **options)
     judged = result.cells["speedup"].notna().any()
     empty = pd.DataFrame()
     return Surface(
