@@ -79,9 +79,9 @@ def _drafted(free: pd.DataFrame, forwards: pd.DataFrame) -> list[pd.DataFrame]:
         raise InputError("drafter must be given in every step row of phase draft or draft_extend")
     arms = []
     for key, own in drafts.groupby(["drafter", "backend"]):
-        drafter, backend = (str(part) for part in key)
+        drafter, backend = map(str, key)
         times = own.groupby([*UNIT, "phase", "q_len"])["forward_ms"].median().unstack(["phase", "q_len"])
-        measured = [(str(phase), int(q_len)) for phase, q_len in times.columns]
+        measured = list(own[["phase", "q_len"]].drop_duplicates().itertuples(index=False, name=None))
         for j, steps in free.groupby("num_drafted_tokens"):
             plan = draft_forwards(measured, int(str(j)))
             if plan is None:
