@@ -35,6 +35,8 @@ class Facts:
     num_kv_heads: int
     num_layers: int
     read_gb_per_s: float
+    batch_varies: bool  # of one batch size the states cannot be told from fixed cost and tokens
+    state_bytes: float  # per request and state that is read or written: 1 + q_len of them in a forward
 
 
 def facts_of(key: Mapping[str, Any], points: pd.DataFrame, sidecars: Sidecars) -> Facts:
@@ -54,7 +56,8 @@ def facts_of(key: Mapping[str, Any], points: pd.DataFrame, sidecars: Sidecars) -
         layers = round(value / (2 * heads[1] * shape.head_dim * dtype_bytes(str(dtype))))
     rate, num_sms = (float(np.median(values)) if values else float("nan") for values in (rates, sms))
     weight_bytes, kv_bytes = ({str(k): float(v) for k, v in s.items()} for s in (weights, per_token))
-    return Facts(weight_bytes, kv_bytes, num_sms, *heads, layers, rate)
+    states = float((points["state_bytes"] / points["batch_size"] / (1 + points["q_len"])).median())
+    return Facts(weight_bytes, kv_bytes, num_sms, *heads, layers, rate, points["batch_size"].nunique() > 1, states)
 
 
 def term_columns(
@@ -81,6 +84,8 @@ def term_columns(
     else:
         columns["fixed and weights"] = one
     columns |= {"attention": attention, "tokens": tokens}
+    if facts.state_bytes and facts.batch_varies:
+        columns["states"] = facts.state_bytes * batch * (1 + q_len) / 1e9
     if ridge:
         columns["tokens beyond the ridge"] = np.maximum(tokens - ridge, 0.0)
     if "communication_ms" not in points or (points["communication_ms"] > 0).any():
