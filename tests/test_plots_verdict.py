@@ -15,7 +15,8 @@ from labkit.surface import Surface, select, verdict_surface
 from tests.worlds import AcceptanceWorld, StepWorld, acceptance_rows, step_rows
 
 WORLD = StepWorld(
-    backends=("triton_split", "triton_nosplit"), reads=lambda name, q: 6.0 if name == "triton_nosplit" and q > 1 else 1.0,
+    backends=("triton_split", "triton_nosplit"),
+    reads=lambda name, q: 6.0 if name == "triton_nosplit" and q > 1 else 1.0,
     batch_sizes=(1, 4, 16, 64), noise=0.02, kv_ms_per_1k=0.02,
 )  # fmt: skip
 TEXT = AcceptanceWorld(target="qwen3-8b", drafter="eagle3", num_speculative_tokens=7, keep=0.75, spread=0.05)

@@ -10,8 +10,16 @@ from labkit.drafting.forced import ForcedDrafter, fixed_acceptance
 from labkit.errors import InputError
 from labkit.experiments.acceptance import make_drafter
 from labkit.forcing import all_reject_ratio, forcing_check
-from labkit.formulas import DRAWN, fitted_chance, formula_errors, formula_table, formulas, geometric_length
-from labkit.formulas import leviathan, magicdec
+from labkit.formulas import (
+    DRAWN,
+    fitted_chance,
+    formula_errors,
+    formula_table,
+    formulas,
+    geometric_length,
+    leviathan,
+    magicdec,
+)
 from labkit.models.target import ModelTarget
 from labkit.models.weights import load_model
 from labkit.reprice import measured_speedup, reprice, reprice_check
@@ -80,8 +88,10 @@ def test_another_pairing_context_and_k_follow_the_planted_costs() -> None:
     per_token = sum(step_ms(3072, min(j, 2)) for j in drafted) / cut_tokens.sum()
     assert cut.ms_per_token == pytest.approx(per_token, rel=0.02)
     assert cut.notes == ("cut from k = 4",)
-    slow = WORLD.with_(verify_backends=("sdpa", "per_token"),
-                       step_ms=lambda name, context, j: step_ms(context, j) * (2 if name == "per_token" else 1))  # fmt: skip
+    slow = WORLD.with_(
+        verify_backends=("sdpa", "per_token"),
+        step_ms=lambda name, context, j: step_ms(context, j) * (2 if name == "per_token" else 1),
+    )
     half = reprice(trace, cost_rows(slow), where={"verify_backend": "per_token"})
     assert half.speedup == pytest.approx(reprice(trace, cost_rows(WORLD)).speedup / 2)
 

@@ -158,7 +158,7 @@ def test_acceptance_joins_inside_its_band_for_the_same_pair_only() -> None:
     assert set(cells.loc[inside & (cells["num_speculative_tokens"] == 3), "origin"]) == {"modelled"}
     assert set(cells.loc[inside & (cells["num_speculative_tokens"] == 7), "origin"]) == {"measured"}
     assert set(surface.best["context_len"]) == {4096, 16384}
-    with pytest.raises(InputError, match="drafter is eagle3, none .* in the cost rows and mtp in the acceptance rows"):
+    with pytest.raises(InputError, match=r"drafter is eagle3, none .* in the cost rows and mtp in the acceptance rows"):
         verdict_surface(step_rows(WORLD), acceptance_rows(text.with_(drafter="mtp")))
 
 
