@@ -17,8 +17,11 @@ from tests.worlds import AcceptanceWorld, StepWorld, acceptance_rows, step_rows
 WORLD = StepWorld(
     backends=("triton_split", "triton_nosplit"),
     reads=lambda name, q: 6.0 if name == "triton_nosplit" and q > 1 else 1.0,
-    batch_sizes=(1, 4, 16, 64), noise=0.02, kv_ms_per_1k=0.02,
-)  # fmt: skip
+    context_lens=(1024, 16384, 65536),
+    batch_sizes=(1, 8, 64),
+    noise=0.02,
+    kv_ms_per_1k=0.02,
+)
 TEXT = AcceptanceWorld(target="qwen3-8b", drafter="eagle3", num_speculative_tokens=7, keep=0.75, spread=0.05)
 
 
@@ -30,6 +33,11 @@ def rows() -> pd.DataFrame:
 @pytest.fixture(scope="module")
 def surface(rows: pd.DataFrame) -> Surface:
     return select(verdict_surface(rows, acceptance_rows(TEXT), resamples=200), drafter="eagle3")
+
+
+@pytest.fixture(scope="module")
+def cost_alone(rows: pd.DataFrame) -> Surface:
+    return verdict_surface(rows, None, resamples=200)
 
 
 def texts(figure) -> str:
@@ -47,7 +55,7 @@ def test_contours_show_the_needed_length_over_context_and_batch(surface: Surface
     assert cells["relative_step_cost"].min() <= min(levels) <= max(levels) <= cells["relative_step_cost"].max()
     assert "k = 7" in texts(figure)
     one = select(verdict_surface(step_rows(WORLD.with_(batch_sizes=(1,))), 3.0, resamples=200), drafter="eagle3")
-    with pytest.raises(InputError, match=r"got 4 context\(s\) and 1 batch size\(s\)"):
+    with pytest.raises(InputError, match=r"got 3 context\(s\) and 1 batch size\(s\)"):
         figure_contours(one.result)
     with pytest.raises(InputError, match="want two batch sizes"):
         figure_concurrency(one.result)
@@ -56,7 +64,7 @@ def test_contours_show_the_needed_length_over_context_and_batch(surface: Surface
 def test_bars_of_the_cause_add_up_to_the_printed_length(surface: Surface) -> None:
     figure = figure_cause(surface.waterfall, surface.result)
     ax = figure.axes[0]
-    assert len(ax.get_yticklabels()) == 8
+    assert len(ax.get_yticklabels()) == 6
     by_row: dict[float, float] = {}
     for bar in ax.patches:
         by_row[bar.get_y()] = by_row.get(bar.get_y(), 0.0) + bar.get_width()
@@ -67,7 +75,9 @@ def test_bars_of_the_cause_add_up_to_the_printed_length(surface: Surface) -> Non
         figure_cause(surface.waterfall, surface.result, batch_size=3)
 
 
-def test_the_speedup_over_k_starts_at_one_and_carries_the_formulas(rows: pd.DataFrame, surface: Surface) -> None:
+def test_the_speedup_over_k_starts_at_one_and_carries_the_formulas(
+    rows: pd.DataFrame, surface: Surface, cost_alone: Surface
+) -> None:
     table = formula_table(step_costs(cost_rows(rows)), surface.result.cells)
     figure = figure_draft_length(surface.result, table)
     ax = figure.axes[0]
@@ -75,7 +85,7 @@ def test_the_speedup_over_k_starts_at_one_and_carries_the_formulas(rows: pd.Data
     assert all((line.get_xdata()[0], line.get_ydata()[0]) == (0, 1) for line in curves)
     assert len(curves) == 2 + 3
     with pytest.raises(InputError, match="want cells with a speed-up"):
-        figure_draft_length(verdict_surface(rows, None, resamples=200).result)
+        figure_draft_length(cost_alone.result)
 
 
 def test_the_turning_point_is_marked_where_it_was_computed(surface: Surface) -> None:
@@ -95,21 +105,20 @@ def test_imposed_lengths_are_labelled_lines(surface: Surface) -> None:
     assert "imposed 3.25" in [text.get_text() for artist in ends for text in artist.texts]
 
 
-def test_answers_name_the_best_k_and_the_turning_point(surface: Surface) -> None:
+def test_answers_name_the_best_k_and_the_turning_point(surface: Surface, cost_alone: Surface) -> None:
     text = draft_length_answer(surface)
     assert "verify on triton_split, prose: k = 7 everywhere loses at most" in text
     assert "off at" in text
     assert "triton_nosplit, context 16K, k = 7: pays up to" in concurrency_answer(surface)
     table = best_table(surface)
     assert (table.loc[("prose", "triton_nosplit", 65536)] == "off").any()
-    alone = select(verdict_surface(step_rows(WORLD), None, resamples=200))
+    alone = select(cost_alone)
     assert "only the break-even length is known" in draft_length_answer(alone)
     assert best_table(alone).empty
 
 
-def test_a_setting_is_selected_or_the_known_ones_are_named(rows: pd.DataFrame) -> None:
-    both = verdict_surface(rows, None, resamples=200)
+def test_a_setting_is_selected_or_the_known_ones_are_named(cost_alone: Surface) -> None:
     with pytest.raises(InputError, match="drafter: want one of eagle3, none"):
-        select(both, drafter="mtp")
+        select(cost_alone, drafter="mtp")
     with pytest.raises(InputError, match="want one of gpu, target"):
-        select(both, nosuch=1)
+        select(cost_alone, nosuch=1)

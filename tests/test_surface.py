@@ -11,6 +11,7 @@ from labkit.errors import InputError
 from labkit.forward_costs import FREE
 from labkit.step_costs import step_costs
 from labkit.surface import read_rates, verdict_surface
+from labkit.verdict import crossing_lines
 from tests.worlds import AcceptanceWorld, CostWorld, StepWorld, acceptance_rows, cost_rows, step_rows
 
 WORLD = StepWorld()
@@ -174,4 +175,7 @@ def test_the_turning_point_with_concurrency_is_found() -> None:
     assert turn["low"] <= truth * 1.05
     assert turn["high"] >= truth * 0.95
     assert turn["batch_size"] == pytest.approx(truth, rel=0.1)
+    (line,) = crossing_lines(surface.result)
+    assert line.startswith("triton_split, k=7, imposed, context 16,384: pays below 1")
+    assert line.endswith("concurrent requests")
     assert verdict_surface(step_rows(WORLD), 3.0, resamples=200).result.turning_points == []
