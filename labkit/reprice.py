@@ -86,6 +86,9 @@ def reprice(
     tables = [_complete(table, steps[:, i].sum(axis=0) > 0, contexts[i]) for i, table in enumerate(tables)]
     if k < recorded:
         notes.append(f"cut from k = {recorded}")
+    modes = [", ".join(distinct(rows, "launch_mode")) for rows in (trace, cost_rows)]
+    if modes[0] != modes[1] and all(modes):
+        notes.append(f"launch_mode: trace {modes[0]}, costs {modes[1]}")
     rng = generator(seed, "reprice", k, *contexts)
     return _result(trace, steps, tokens, tables, notes, confidence, resamples, rng)
 

@@ -126,6 +126,8 @@ def test_far_beyond_is_refused_and_near_is_said() -> None:
     trace = recorded()
     near = reprice(trace.assign(context_len=900.0), cost_rows(WORLD))
     assert near.notes == ("100% of the steps lie outside the measured contexts: priced at the nearest",)
+    other = reprice(trace.assign(launch_mode="graph"), cost_rows(WORLD))
+    assert other.notes == ("launch_mode: trace graph, costs eager",)
 
 
 def test_the_recorded_generations_lie_inside_the_predicted_interval() -> None:
