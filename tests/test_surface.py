@@ -69,6 +69,19 @@ def test_loop_and_step_rows_of_one_frame_both_count() -> None:
     assert set(cells["drafter"]) == {"ngram", "eagle3", FREE}
 
 
+def test_a_cell_of_the_loop_is_not_pooled_with_composed_steps() -> None:
+    world = CostWorld(lambda *_: 10.0, lambda _, __, j: 20.0, context_lens=(4096,), num_speculative_tokens=7,
+                      target="qwen3-8b", gpu="nvidia-h200", verify_backends=("triton_split",),
+                      decode_backends=("triton_split",), drafter=FREE)  # fmt: skip
+    loop = cost_rows(world).assign(weight_dtype="bfloat16", kv_dtype="bfloat16", draft_backend=None)
+    rows = pd.concat([loop.astype({"context_len": float}), step_rows(WORLD)], ignore_index=True)
+    cells = verdict_surface(rows, resamples=200).result.cells
+    same = cells[(cells["context_len"] == 4096) & (cells["drafter"] == FREE)]
+    costs = same.set_index("num_speculative_tokens")["relative_step_cost"]
+    assert costs[7] == pytest.approx(2.0)
+    assert costs[3] == pytest.approx(1.0)
+
+
 # ---- cause ----------------------------------------------------------------------------------------------------------
 
 
