@@ -67,7 +67,7 @@ def figure_pairings(
     if not measured:
         raise InputError(f"pairings: none of {', '.join(p.label for p in pairings)} was measured at k = {k}")
     figure = new_figure(width_in, 1.2 + 2.2 * len(measured))
-    axes = figure.subplots(len(measured), 2, squeeze=False, sharex=True)
+    axes = figure.subplots(len(measured), 2, squeeze=False, sharex=True, sharey="col")
     styles = series_styles([pairing.label for pairing in pairings])
     for row, (dtype, own) in enumerate(measured.items()):
         rows = step_rows[step_rows["kv_dtype"] == dtype]
@@ -241,7 +241,7 @@ def figure_step_ladder(step_rows: pd.DataFrame, *, width_in: float = TEXT_WIDTH_
         (Patch(facecolor=COMPONENTS[name], linewidth=0), name) for name in COMPONENTS if name in drawn
     ]
     if np.isfinite(first["floor_ms"]):
-        entries.append((Line2D([], [], color="0.0", linewidth=1.2), "floor: weights, keys and values read once"))
+        entries.append((Line2D([], [], color="0.0", linewidth=1.2), "floor: weights, states, keys and values once"))
     add_legend(figure, entries)
     freeze_layout(figure)
     return figure

@@ -18,7 +18,7 @@ from labkit.pairings import Pairing, is_measured, measured_pairings, pairing_cel
 from labkit.plots_step import default_k, step_parts
 from labkit.rows import listed
 from labkit.step_heldout import MEDIAN_LIMIT, WORST_LIMIT, HeldOut
-from labkit.step_table import CLOSURE_LIMIT, forward_table, one_setting
+from labkit.step_table import CLOSURE_LIMIT, Sidecars, forward_table, one_setting
 from labkit.style import format_tokens
 
 PUBLISHED_CONTEXT = 120 * 1024
@@ -101,6 +101,7 @@ def story_table(
 def step_answer(
     step_rows: pd.DataFrame,
     *,
+    sidecars: Sidecars | None = None,
     closure: pd.DataFrame | None = None,
     heldout: HeldOut | None = None,
     acceptance_lengths: Sequence[float] = PUBLISHED_LENGTHS,
@@ -112,7 +113,7 @@ def step_answer(
 
     Where the rows do not hold the comparison, a sentence says so.
     """
-    if step_rows.empty:
+    if not (step_rows["status"] == "ok").any():
         return "Where does the step go? Unknown: no step data is there yet (`labkit run step` measures it)."
     about = ", ".join(listed(step_rows, name) for name in ("gpu", "target"))
     lines = [f"Where does the step go on {about}, batch {listed(step_rows, 'batch_size')}?"]
@@ -120,6 +121,7 @@ def step_answer(
         lines += _story_lines(step_rows, acceptance_lengths, drafter)
     except InputError as error:
         lines.append(f"- The published comparison is not in these rows: {error}.")
+    lines += _floor_lines(step_rows, sidecars)
     for row in [] if closure is None else closure.to_dict("records"):
         what = f"- Closure of {row['target']} at batch {row['batch_size']}, {row['check']}: residual"
         how = f"{row['median_residual']:.1%} median, {row['worst_residual']:.1%} worst"
@@ -144,6 +146,21 @@ def _story_lines(step_rows: pd.DataFrame, acceptance_lengths: Sequence[float], d
             for baseline, against in (("own", "its own plain decode"), ("fastest", "the fastest plain decode")):
                 found = [_crossing(here, pairing, k, length, drafter, baseline) for length in acceptance_lengths]
                 lines.append(f"- {dtype} KV, {pairing.label}, against {against}: {'; '.join(found)}.")
+    return lines
+
+
+def _floor_lines(step_rows: pd.DataFrame, sidecars: Sidecars | None) -> list[str]:
+    """The fastest plain decode at the longest context beside its floor, per KV dtype; none without a bandwidth."""
+    table = forward_table(step_rows, sidecars)
+    decode, lines = table[(table["phase"] == "decode") & table["over_floor"].notna()], []
+    for dtype, rows in decode.groupby("kv_dtype"):
+        rows = rows[rows["context_len"] == rows["context_len"].max()]
+        best = rows.loc[rows["forward_ms"].idxmin()]
+        where = (
+            f"- {dtype} KV at {format_tokens(best['context_len'])}: the fastest plain decode ({best['backend']}) takes"
+        )
+        share = f"its floor of {best['floor_ms']:,.3g} ms is {1 / best['over_floor']:.0%} of that"
+        lines.append(f"{where} {best['forward_ms']:,.3g} ms; {share}.")
     return lines
 
 

@@ -89,6 +89,29 @@ def one_setting(step_rows: pd.DataFrame) -> pd.DataFrame:
     return rows[(rows[keys] == list(best)).all(axis=1)]
 
 
+def throughput_table(
+    step_rows: pd.DataFrame, *, acceptance_length: float = 3.25, num_speculative_tokens: int = 3
+) -> pd.DataFrame:
+    """Batches that share a prefix: time of a verify step of k+1 tokens and the tokens per second that follow.
+
+    Columns gpu, target, batch_size, shared_prefix_len, context_len, backend, step_ms, tokens_per_s (batch_size times
+    ``acceptance_length``, imposed, over step_ms; drafting free), plain_ms and plain_tokens_per_s (NaN where decode was
+    not measured on the backend). Raises InputError: no such rows.
+    """
+    table = forward_table(step_rows)
+    table = table[table["shared_prefix_len"] > 0]
+    keys = ["gpu", "target", "batch_size", "shared_prefix_len", "context_len", "weight_dtype", "kv_dtype", "backend"]
+    verify = table[(table["phase"] == "verify") & (table["q_len"] == num_speculative_tokens + 1)]
+    if verify.empty:
+        raise InputError(f"shared prefix: want verify forwards of {num_speculative_tokens + 1} tokens; not measured")
+    plain = table[table["phase"] == "decode"].set_index(keys)["forward_ms"].rename("plain_ms")
+    found = verify[[*keys, "forward_ms"]].rename(columns={"forward_ms": "step_ms"}).join(plain, on=keys)
+    requests = found["batch_size"] * 1e3
+    return found.assign(
+        tokens_per_s=requests * acceptance_length / found["step_ms"], plain_tokens_per_s=requests / found["plain_ms"]
+    ).reset_index(drop=True)
+
+
 def closure_table(step_rows: pd.DataFrame, loop_costs: pd.DataFrame | None = None) -> pd.DataFrame:
     """What the sum of the parts leaves unexplained, per GPU, target, batch size and kind of check.
 

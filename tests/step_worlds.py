@@ -103,7 +103,7 @@ def _group(
     drift = np.exp(rng.normal(0, world.drift, world.num_rounds))
     cell = {
         "batch_size": batch, "context_len": float(context), "weight_dtype": weights, "kv_dtype": kv,
-        "group": f"{batch}/{context}/{weights}/{kv}",
+        "group": f"{world.target}/{batch}/{context}/{weights}/{kv}",
     }  # fmt: skip
     rows = []
 

@@ -16,7 +16,7 @@ from labkit.plots_pairings import figure_pairings, figure_step_ladder, ladder_ta
 from labkit.plots_step import RESIDUAL, figure_step_parts, step_parts
 from labkit.step_answers import PUBLISHED_LENGTHS, one_target, step_answer, story_table
 from labkit.step_costs import step_costs
-from labkit.step_table import closure_table, forward_table
+from labkit.step_table import closure_table, forward_table, throughput_table
 from tests.step_worlds import Physics, StepWorld, step_rows
 from tests.synthetic import GPU, write_run_of
 from tests.test_plots import all_texts, assert_well_placed
@@ -67,6 +67,7 @@ def test_a_drafters_forwards_are_added(extend_ms, drafting):
     cell = cost(costs, context_len=4096, num_speculative_tokens=7, **wanted)
     assert cell.step_ms[:, 7] == pytest.approx(true_ms("triton_split", 4096, 8) + drafting)
     assert cell.step_ms[:, 0] == pytest.approx(true_ms("triton_split", 4096, 1))
+    assert all(c.key["draft_backend"] in (None, c.key["verify_backend"]) for c in costs)
 
 
 def test_which_forwards_draft():
@@ -143,6 +144,17 @@ def test_parts_floors_and_residual():
     floor = forward_table(wide, SIDECARS)
     assert floor.loc[floor["q_len"] == 8, "linear_floor_ms"].iloc[0] == pytest.approx(2 * 7.5e9 * 512 / 700e12 * 1e3)
     assert np.isnan(forward_table(rows)["floor_ms"]).all()
+
+
+def test_throughput_of_a_shared_prefix():
+    rows = step_rows(EXACT.with_(batches=(8,), contexts=(4096,)))
+    table = throughput_table(rows.assign(shared_prefix_len=2048)).set_index("backend")
+    step_ms = sum(Physics().parts("triton_split", 8, 4096, 4, 1.0, 1.0).values())
+    assert table.loc["triton_split", "tokens_per_s"] == pytest.approx(8 * 3.25 / step_ms * 1e3)
+    plain_ms = sum(Physics().parts("triton_split", 8, 4096, 1, 1.0, 1.0).values())
+    assert table.loc["triton_split", "plain_tokens_per_s"] == pytest.approx(8 / plain_ms * 1e3)
+    with pytest.raises(InputError, match="shared prefix: want verify forwards of 4 tokens"):
+        throughput_table(rows)
 
 
 def test_closure_of_parts_and_of_the_loop():
@@ -225,7 +237,8 @@ def test_story(engines):
     attention = [Physics().parts(b, 1, 131072, 8, 1, 1)["attention_ms"] for b in ("triton_nosplit", "flashinfer_fa2")]
     assert table.loc[131072, "attention_ratio"] == pytest.approx(attention[0] / attention[1], rel=1e-6)
     assert table.loc[131072, "rest_share"] == pytest.approx(1 - attention[1] / fast, rel=0.03)
-    text = step_answer(bfloat16)
+    text = step_answer(bfloat16, sidecars=SIDECARS)
+    assert "- bfloat16 KV at 256K: the fastest plain decode (" in text
     assert "sglang triton, against its own plain decode: with 2.49 tokens per step it pays up to" in text
     assert "193 and 28 ms, 6.9 times; more here." in text
     assert (
