@@ -56,7 +56,7 @@ class Recommendation:
         lines: list[str] = []
         for key, rows in self.best.groupby(SETTING, dropna=False, sort=True):
             names: dict[str, Any] = dict(zip(SETTING, key, strict=True))
-            text = names["workload"] if isinstance(names["workload"], str) else "imposed length"
+            text = names["workload"] if isinstance(names["workload"], str) else "imposed length, the same at every k"
             about = f"{names['gpu']}, {names['target']}, {names['drafter']} drafter"
             lines.append(f"{about}, verify on {names['verify_backend']}, {text}")
             texts = rows.assign(text=[cell_text(row) for row in rows.to_dict("records")])
