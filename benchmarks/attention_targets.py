@@ -60,7 +60,14 @@ def main() -> None:
     long = rows[(rows["context_len"] == 131072) & (rows["batch_size"] == 1) & (rows["kv_dtype"] == "bfloat16")]
     long = long[long["backend"] == "triton_split"]
     medians = long.groupby(["num_qo_heads", "num_kv_heads", "head_dim", "q_len"])["gb_per_s"].median()
-    print("\nshare of a pure read at 128K, batch 1 (read bandwidth of the run:", calibration["read_gb_per_s"], "GB/s)")
+    num_bytes = float(long["kv_bytes_read"].median())
+    read = calibration["read_spread"]["us"]  # us of a pure, cold read by its bytes
+    sizes = np.array(sorted(map(float, read)))
+    us = np.interp(num_bytes, sizes, [read[str(int(size))] for size in sizes])
+    rate = num_bytes / us / 1e3
+    print(f"\nat 128K, batch 1: share of a pure read over as many bytes ({num_bytes / 1e6:.0f} MB: {rate:,.0f} GB/s)")
+    print((medians / rate).round(3).unstack("q_len").to_string())
+    print("share of the read bandwidth of the run (8.6 GB:", calibration["read_gb_per_s"], "GB/s)")
     print((medians / calibration["read_gb_per_s"]).round(3).unstack("q_len").to_string())
 
     widths = []

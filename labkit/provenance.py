@@ -168,9 +168,11 @@ def _commit() -> dict[str, Any]:
     ``LABKIT_COMMIT`` names it where the checkout does not tell (a copy in a container).
     """
     head = _output_of("git", "-C", str(ROOT), "rev-parse", "HEAD")
-    changed = _output_of("git", "-C", str(ROOT), "status", "--porcelain", "--", "labkit") if head else None
+    given = os.environ.get("LABKIT_COMMIT")
+    known = head and (not given or given == head.strip())  # a copy's own repository says nothing about another commit
+    changed = _output_of("git", "-C", str(ROOT), "status", "--porcelain", "--", "labkit") if known else None
     return {
-        "commit": os.environ.get("LABKIT_COMMIT") or (head.strip() if head else None),
+        "commit": given or (head.strip() if head else None),
         "dirty": None if changed is None else bool(changed.strip()),
     }
 

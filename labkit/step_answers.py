@@ -36,6 +36,7 @@ def one_target(step_rows: pd.DataFrame, target: str = "", batch_size: int = 1) -
 
     Raises InputError: no rows of the target at the batch size.
     """
+    step_rows = step_rows[step_rows["status"] == "ok"] if len(step_rows) else step_rows
     if step_rows.empty:
         return step_rows
     counts = step_rows["target"].value_counts()

@@ -22,6 +22,7 @@ from labkit.intervals import generator, percentile_interval, student_spread
 from labkit.rows import ok_rows
 from labkit.step_terms import (
     AXES,
+    BEYOND_DECODE,
     DTYPES,
     FIT_KEY,
     PATHS,
@@ -37,6 +38,7 @@ from labkit.style import format_tokens
 
 EXTRAPOLATION = {"batch_size": 4.0, "q_len": 2.0, "context_len": 4.0}
 MIN_POINTS = 6
+UNITS = {"attention": "us per tile", BEYOND_DECODE: "us per GB"}
 TOLERANCE = 0.05  # of a bandwidth above the measured one, for noise
 JUMP = 0.10  # of the residual between neighbouring contexts
 
@@ -178,18 +180,18 @@ def _resampled(points: pd.DataFrame, resamples: int, seed: int) -> np.ndarray:
 
 
 def _terms(names: list[str], coefficients: np.ndarray, path: str) -> pd.DataFrame:
-    """Coefficients in the units that physics knows: ms, GB/s, us per token, us per tile."""
+    """Coefficients in the units that physics knows: ms, GB/s, us per token, per tile or per GB of keys and values."""
     records = []
     for name, values in zip(names, coefficients, strict=True):
         low, high = percentile_interval(values[1:], 0.95)
         record: dict[str, Any] = {"term": name, "ms_per_unit": values[0]}
-        if name in ("weights", "states") or (name == "attention" and path in PATHS[:2]):
+        if name in ("weights", "states") or (name == "attention" and path in (*PATHS[:2], PATHS[4])):
             with np.errstate(divide="ignore"):
                 value, low, high = (1e3 / np.array([values[0], high, low])).tolist()
             record |= {"unit": "GB/s", "value": value, "low": low, "high": high}
         else:
             ms = name in ("fixed", "fixed and weights", "communication, fixed")
-            unit = "ms" if ms else "us per tile" if name == "attention" else "us per token"
+            unit = "ms" if ms else UNITS.get(name, "us per token")
             factor = 1.0 if ms else 1e3
             record |= {"unit": unit, "value": values[0] * factor, "low": low * factor, "high": high * factor}
         records.append(record)

@@ -116,9 +116,10 @@ def closure_table(step_rows: pd.DataFrame, loop_costs: pd.DataFrame | None = Non
     """What the sum of the parts leaves unexplained, per GPU, target, batch size and kind of check.
 
     ``parts of a forward``: the profiled parts against forward_ms. ``forwards of a step``: isolated forwards (drafting
-    included where the drafter's were measured) against the loop's wall time per step of the same target, backend,
-    drafts, dtypes, launch mode and context; the residual is host time, bookkeeping and drafting without a model. The
-    two come from different runs, so clocks may differ; it is a residual, never a verdict.
+    included where the drafter's were measured), and what the loop itself timed as drafting without a model and
+    accepting, against the loop's wall time per step of the same target, backend, drafts, dtypes, launch mode and
+    context; the residual is host time of a pass and the gap. The two come from different runs, so clocks may differ; it
+    is a residual, never a verdict.
 
     loop_costs : loop rows; those at a fixed context count (origin forced).
 
@@ -140,10 +141,17 @@ def closure_table(step_rows: pd.DataFrame, loop_costs: pd.DataFrame | None = Non
 
 def _loop_residuals(step_rows: pd.DataFrame, loop_costs: pd.DataFrame) -> pd.DataFrame:
     keys = ["gpu", "target", "batch_size", "context_len", "weight_dtype", "kv_dtype", "launch_mode", "arm"]
-    loop, isolated = ok_rows(loop_costs, "loop", [*keys, "drafter", "step_ms"]), loop_rows(step_rows)
+    loop, isolated = (
+        ok_rows(loop_costs, "loop", [*keys, "drafter", "step_ms", "draft_ms", "accept_ms"]),
+        loop_rows(step_rows),
+    )
     # Where the loop's drafter has no measured forward (n-grams), its step is verified alone.
     known = set(isolated["drafter"].dropna())
     loop = loop.assign(drafter=loop["drafter"].map(lambda name: name if name in known else FREE))
+    # Not a forward: accepting, and drafting where no model drafts.
+    modelled = loop["drafter"].isin(known)
+    extra_ms = loop["accept_ms"].fillna(0.0) + loop["draft_ms"].fillna(0.0).mask(modelled, 0.0)
+    loop = loop.assign(extra_ms=extra_ms)
     found = []
     for arm, more in (
         ("plain", ["decode_backend"]),
@@ -153,7 +161,8 @@ def _loop_residuals(step_rows: pd.DataFrame, loop_costs: pd.DataFrame) -> pd.Dat
             rows[rows["arm"] == arm].groupby([*keys, *more])["step_ms"].median().rename(name)
             for rows, name in ((loop, "wall_ms"), (isolated, "sum_ms"))
         )
-        found.append(pd.concat([wall, sums], axis=1, join="inner").reset_index())
+        extra = loop[loop["arm"] == arm].groupby([*keys, *more])["extra_ms"].median()
+        found.append(pd.concat([wall, sums, extra], axis=1, join="inner").reset_index())
     cells = pd.concat(found)
-    share = (1 - cells["sum_ms"] / cells["wall_ms"]).abs()
+    share = (1 - (cells["sum_ms"] + cells["extra_ms"]) / cells["wall_ms"]).abs()
     return cells.assign(check="forwards of a step", share=share)

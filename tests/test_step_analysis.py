@@ -167,6 +167,9 @@ def test_closure_of_parts_and_of_the_loop():
     both = closure_table(rows, loop).set_index("check")
     assert both.loc["forwards of a step", "median_residual"] == pytest.approx(1 - 1 / 1.08)
     assert not both.loc["forwards of a step", "closes"]
+    accepted = loop.assign(accept_ms=0.05 * loop["step_ms"])  # what the loop timed as accepting is explained
+    both = closure_table(rows, accepted).set_index("check")
+    assert both.loc["forwards of a step", "median_residual"] == pytest.approx(1 - 1 / 1.08 - 0.05)
     unprofiled = rows.assign(attention_ms=None)
     with pytest.raises(InputError, match="want forwards with profiled parts"):
         closure_table(unprofiled.astype({"attention_ms": float}), loop.assign(origin="measured"))
@@ -176,7 +179,7 @@ def loop_like(rows, slower):
     """Loop rows whose wall time is the isolated forwards times `slower`, drafted by n-grams."""
     loop = loop_rows(rows).assign(origin="forced", experiment="loop", status="ok")
     loop["drafter"] = loop["drafter"].where(loop["drafter"].isna(), "ngram")
-    return loop.assign(step_ms=loop["step_ms"] * slower)
+    return loop.assign(step_ms=loop["step_ms"] * slower, draft_ms=0.0, accept_ms=0.0)
 
 
 def test_engine_settings_are_resolved_to_backends(engines):
