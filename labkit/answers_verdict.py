@@ -5,6 +5,7 @@ from typing import Any
 import pandas as pd
 
 from labkit.best_k import SETTING
+from labkit.curves import matching_curves
 from labkit.published import load_published, published_table
 from labkit.recommend import cell_text
 from labkit.rows import listed
@@ -60,8 +61,14 @@ def concurrency_answer(surface: Surface) -> str:
             claim = "up to" if crossing["direction"] == "pays below" else "from"
             claim = f"pays {claim}" if crossing["decided"] else "undecided around"
             lines.append(f"- {where}: {claim} {crossing['batch_size']:.0f} requests [{bounds[0]}, {bounds[1]}].")
+    groups: dict[tuple[str, str], list[str]] = {}
+    for curve, rows in matching_curves(surface.result.turning_points, cells):
         if not curve["crossovers"]:
-            lines.append(f"- {where}: no turning point up to {batches[-1]:g} requests.")
+            state = "gains" if (rows["speedup"] > 1).all() else "loses" if (rows["speedup"] < 1).all() else "varies"
+            groups.setdefault((curve["verify_backend"], state), []).append(format_tokens(curve["context_len"]))
+    for (backend, state), contexts in groups.items():
+        where = ", ".join(dict.fromkeys(contexts))
+        lines.append(f"- verify on {backend}: {state} at every batch up to {batches[-1]:g}, contexts {where}.")
     streams = published_streams()
     lost = streams[(streams["verdict"] == "loses") & (streams["batch_size"] > 1)]
     gained = streams[(streams["verdict"] == "pays") & (streams["batch_size"] == 1)]

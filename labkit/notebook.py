@@ -87,21 +87,19 @@ class Session:
         and a sentence; or with an ``imposed`` length in its place, drawn as imposed.
         """
         frames = [self.rows("loop"), *([self.rows_if_any("step")] if self.source == "committed" else [])]
-        rows = pd.concat([frame for frame in frames if len(frame)], ignore_index=True)
+        acceptance = self.rows("acceptance")
+        rows = _one_place(pd.concat([frame for frame in frames if len(frame)], ignore_index=True), acceptance, widest)
         sidecars = [self.sidecars(name) for name in ("loop", "step") if name in set(rows["experiment"])]
         options = {
             "read_gb_per_s": read_rates({run: side for found in sidecars for run, side in found.items()})
         } | options
         try:
-            found = select(verdict_surface(rows, self.rows("acceptance"), **options), widest=widest)
+            found = select(verdict_surface(rows, acceptance, **options), widest=widest)
         except InputError as error:
-            print(f"The cost alone: {error}.")
-            found = select(verdict_surface(rows, None, **options), widest=widest)
-        if imposed and found.result.cells["speedup"].isna().all():
-            print(f"No acceptance was measured for these costs: an imposed length of {imposed:g} stands in.")
-            first = found.result.cells.iloc[0]
-            chosen = {name: first[name] for name in ("gpu", "target", "drafter")}
-            found = select(verdict_surface(rows, imposed, **options), widest=widest, **chosen)
+            print(f"No acceptance was measured for these costs: {error}.")
+            if imposed:
+                print(f"An imposed length of {imposed:g} stands in.")
+            found = select(verdict_surface(rows, imposed, **options), widest=widest)
         return found
 
     def show(self, fig: Figure, name: str) -> Figure | SavedFigure:
@@ -116,6 +114,16 @@ class Session:
             print(f"{make.__name__.replace('_', ' ')}: its rows are not there ({error})")
             return None
         return self.show(made, name) if name else made
+
+
+def _one_place(rows: pd.DataFrame, acceptance: pd.DataFrame, widest: str | None) -> pd.DataFrame:
+    """The rows of one gpu and target: most values of ``widest``, then one with acceptance, then most rows."""
+    places = rows.groupby(["gpu", "target"])
+    table = places.size().rename("rows").reset_index()
+    table["wide"] = places[widest].nunique().to_numpy() if widest else 0
+    table["joins"] = table["target"].isin(acceptance["target"].unique())
+    best = table.sort_values(["wide", "joins", "rows"]).iloc[-1]
+    return rows[(rows["gpu"] == best["gpu"]) & (rows["target"] == best["target"])]
 
 
 def _one_device(runs: list[StoredRun], preset: str) -> list[StoredRun]:

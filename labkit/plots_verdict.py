@@ -53,17 +53,19 @@ def figure_contours(
     Dots are the measured cells; filled where speculation pays, hollow where it loses or cannot pay, crosses where it is
     undecided or no acceptance is known. Nothing is drawn outside the measured cells.
 
-    num_speculative_tokens : k; the largest measured one when None.
+    num_speculative_tokens : k; when None the one that was measured at most contexts and batch sizes, of equals the
+        largest.
 
     Raises InputError: fewer than two contexts or two batch sizes, at which no contour can be drawn.
     """
     cells = result.cells[result.cells["relative_step_cost"].notna()]
-    k = int(cells["num_speculative_tokens"].max()) if num_speculative_tokens is None else num_speculative_tokens
+    k = _fullest_k(cells) if num_speculative_tokens is None else num_speculative_tokens
     cells = cells[cells["num_speculative_tokens"] == k]
-    if cells["context_len"].nunique() < 2 or cells["batch_size"].nunique() < 2:
+    spans = cells.groupby("verify_backend", sort=False)[["context_len", "batch_size"]].nunique()
+    backends = list(spans.index[(spans > 1).all(axis=1)])[:4]
+    if not backends:
         found = f"{cells['context_len'].nunique()} context(s) and {cells['batch_size'].nunique()} batch size(s)"
-        raise InputError(f"contours: want two contexts and two batch sizes at k = {k}; got {found}")
-    backends = list(dict.fromkeys(cells["verify_backend"]))
+        raise InputError(f"contours: want two contexts and two batch sizes of a backend at k = {k}; got {found}")
     figure = new_figure(width_in, 3.1)
     axes = figure.subplots(1, len(backends), squeeze=False, sharey=True)[0]
     for ax, backend in zip(axes, backends, strict=True):
@@ -79,6 +81,15 @@ def figure_contours(
     add_legend(figure, entries)
     freeze_layout(figure)
     return figure
+
+
+def _fullest_k(cells: pd.DataFrame) -> int:
+    """The k with most pairs of context and batch size, the largest of equals."""
+    places = cells.drop_duplicates(["num_speculative_tokens", "context_len", "batch_size"])
+    counts = places.groupby("num_speculative_tokens").agg(
+        batches=("batch_size", "nunique"), places=("batch_size", "size")
+    )
+    return int(str(counts.reset_index().sort_values(["batches", "places", "num_speculative_tokens"]).iloc[-1, 0]))
 
 
 def _contour(ax: Axes, cells: pd.DataFrame) -> None:
@@ -232,7 +243,7 @@ def _formula_lines(ax: Axes, formulas: pd.DataFrame, here: pd.DataFrame, text: A
 
 @styled
 def figure_concurrency(result: Breakeven, *, width_in: float = TEXT_WIDTH_IN) -> Figure:
-    """Speed-up against batch size per verify backend, one panel per context (at most four), at the largest k.
+    """Speed-up against batch size per verify backend, one panel per context (at most four), at the k with most cells.
 
     Crossings of 1 carry the batch from which speculation no longer pays, with its interval.
 
@@ -241,9 +252,9 @@ def figure_concurrency(result: Breakeven, *, width_in: float = TEXT_WIDTH_IN) ->
     cells = result.cells[result.cells["speedup"].notna()]
     if cells["batch_size"].nunique() < 2:
         raise InputError(f"concurrency: want two batch sizes with a speed-up; got {cells['batch_size'].nunique()}")
-    k = int(cells["num_speculative_tokens"].max())
-    cells = cells[cells["num_speculative_tokens"] == k]
-    contexts = sorted(cells["context_len"].unique())[:4]
+    cells = cells[cells["num_speculative_tokens"] == _fullest_k(cells)]
+    several = cells.groupby("context_len")["batch_size"].nunique()
+    contexts = sorted(several.index[several > 1])[:4]
     styles = series_styles(cells["verify_backend"])
     figure = new_figure(width_in, 2.6)
     axes = figure.subplots(1, len(contexts), squeeze=False, sharey=True)[0]
