@@ -31,6 +31,7 @@ DRAWING_CODE = (
     *("labels.py", "pairings.py", "panels.py", "plots.py", "plots_acceptance.py", "plots_attention.py"),
     *("plots_floor.py", "plots_pairings.py", "plots_step.py", "rows.py", "schema.py", "shapes.py", "speedup.py"),
     *("step_costs.py", "step_table.py", "style.py"),
+    *("cause.py", "diagnosis.py", "plots_verdict.py"),
 )
 
 

@@ -14,6 +14,7 @@ from labkit.errors import InputError
 from labkit.figures import SavedFigure, save_figure
 from labkit.results import StoredRun, find_runs, load_runs, load_sidecars
 from labkit.schema import columns
+from labkit.surface import Surface, read_rates, select, verdict_surface
 from labkit.verdict import fixed_context
 
 SOURCES = ("committed", "run")
@@ -79,6 +80,28 @@ class Session:
         """Join the cost rows (loop) with the acceptance rows; options as in `labkit.breakeven.breakeven`."""
         return breakeven(fixed_context(self.rows("loop")), self.rows("acceptance"), **options)  # type: ignore[arg-type]
 
+    def surface(self, *, widest: str | None = None, imposed: float | None = None, **options: Any) -> Surface:
+        """The verdict of the loop rows and, of committed data, step rows; options as `verdict_surface`.
+
+        One setting is kept, see `labkit.surface.select` for ``widest``. Where no acceptance joins it, the cost alone
+        and a sentence; or with an ``imposed`` length in its place, drawn as imposed.
+        """
+        frames = [self.rows("loop"), *([self.rows_if_any("step")] if self.source == "committed" else [])]
+        acceptance = self.rows("acceptance")
+        rows = _one_place(pd.concat([frame for frame in frames if len(frame)], ignore_index=True), acceptance, widest)
+        sidecars = [self.sidecars(name) for name in ("loop", "step") if name in set(rows["experiment"])]
+        options = {
+            "read_gb_per_s": read_rates({run: side for found in sidecars for run, side in found.items()})
+        } | options
+        try:
+            found = select(verdict_surface(rows, acceptance, **options), widest=widest)
+        except InputError as error:
+            print(f"No acceptance was measured for these costs: {error}.")
+            if imposed:
+                print(f"An imposed length of {imposed:g} stands in.")
+            found = select(verdict_surface(rows, imposed, **options), widest=widest)
+        return found
+
     def show(self, fig: Figure, name: str) -> Figure | SavedFigure:
         """Save ``fig`` under ``figures_dir`` when there is one; the last line of a cell then shows what was saved."""
         return save_figure(fig, name, self.used, out_dir=self.figures_dir) if self.figures_dir else fig
@@ -91,6 +114,16 @@ class Session:
             print(f"{make.__name__.replace('_', ' ')}: its rows are not there ({error})")
             return None
         return self.show(made, name) if name else made
+
+
+def _one_place(rows: pd.DataFrame, acceptance: pd.DataFrame, widest: str | None) -> pd.DataFrame:
+    """The rows of one gpu and target: most values of ``widest``, then one with acceptance, then most rows."""
+    places = rows.groupby(["gpu", "target"])
+    table = places.size().rename("rows").reset_index()
+    table["wide"] = places[widest].nunique().to_numpy() if widest else 0
+    table["joins"] = table["target"].isin(acceptance["target"].unique())
+    best = table.sort_values(["wide", "joins", "rows"]).iloc[-1]
+    return rows[(rows["gpu"] == best["gpu"]) & (rows["target"] == best["target"])]
 
 
 def _one_device(runs: list[StoredRun], preset: str) -> list[StoredRun]:

@@ -25,6 +25,11 @@ SHARED = ("gpu", "target", "batch_size", "context_len", "weight_dtype", "kv_dtyp
 # Columns that rarely vary and are looked at cell by cell when they do.
 MIXED = ("linear_backend", "launch_mode")
 NEEDED = (*PAIR, "arm", *CELL_KEY[1:7], "decode_backend", "num_drafted_tokens", "step_ms")
+# Parts of a step, in the order in which a step runs; attention apart only where it was timed apart.
+PARTS = (
+    *("draft_ms", "draft_attention_ms", "draft_rest_ms", "verify_ms", "verify_attention_ms", "verify_rest_ms"),
+    *("accept_ms", "sampling_ms", "communication_ms", "gap_ms"),
+)
 
 
 @dataclass(frozen=True)
@@ -32,12 +37,14 @@ class StepCosts:
     """Times of one cell; a round is a (run_id, group, round), in sorted order.
 
     `step_ms` [num_rounds, k+1] holds the median speculative step with j drafts in column j, `decode_ms` per plain
-    backend the median decode step [num_rounds]; NaN where a round lacks it.
+    backend the median decode step [num_rounds]; NaN where a round lacks it. `parts_ms` holds the parts of a step with k
+    drafts that the rows have, per name of ``PARTS`` [num_rounds].
     """
 
     key: dict[str, Any]
     step_ms: np.ndarray
     decode_ms: dict[str, np.ndarray]
+    parts_ms: dict[str, np.ndarray]
     origin: str
     notes: tuple[str, ...]
 
@@ -67,6 +74,10 @@ def step_costs(cost_rows: pd.DataFrame) -> list[StepCosts]:
     by_length = [cell_ids.rename("cell"), *(speculative[name] for name in (*PAIR, "num_drafted_tokens"))]
     step_ms = speculative["step_ms"].groupby(by_length).median().unstack("num_drafted_tokens")
     doubted = _doubtful(rows).any() or any(len(set(rows.get(name, pd.Series(dtype=object)))) > 1 for name in MIXED)
+    parts = [name for name in PARTS if name in rows]
+    full = speculative["num_drafted_tokens"] == speculative["num_speculative_tokens"]
+    by_cell = [by_length[0][full], *(speculative.loc[full, name] for name in PAIR)]
+    at_rounds = speculative.loc[full, parts].astype(float).groupby(by_cell).median().reindex(step_ms.index)
     costs = []
     for cell_id, (values, group) in enumerate(cells):
         key = {name: _key_value(value) for name, value in zip(CELL_KEY, values, strict=True)}
@@ -74,7 +85,9 @@ def step_costs(cost_rows: pd.DataFrame) -> list[StepCosts]:
         decode = decode_ms.reindex(steps.index).dropna(axis="columns", how="all")
         by_backend = {str(name): decode[name].to_numpy(float) for name in decode}
         notes = _notes(group, plain, key) if doubted else ()
-        costs.append(StepCosts(key, steps.to_numpy(float), by_backend, _origin(group, key), notes))
+        columns = dict(zip(parts, at_rounds.loc[[cell_id]].to_numpy(float).T, strict=True))
+        of_parts = {name: values for name, values in columns.items() if np.isfinite(values).any()}
+        costs.append(StepCosts(key, steps.to_numpy(float), by_backend, of_parts, _origin(group, key), notes))
     return costs
 
 

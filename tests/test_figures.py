@@ -114,6 +114,7 @@ def test_stale(runs, saved, tmp_path, monkeypatch):
 
 def test_drawing_code_is_everything_that_drawing_imports():
     drawing = "labkit.panels, labkit.plots_acceptance, labkit.plots_floor, labkit.plots_pairings"
+    drawing += ", labkit.plots_verdict"
     code = f"import sys, {drawing}; print(*sorted(sys.modules))"
     loaded = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=paths.ROOT
