@@ -78,7 +78,7 @@ class _Settings:
 
 
 def breakeven(
-    cost_rows: pd.DataFrame,
+    cost_rows: pd.DataFrame | list[StepCosts],
     acceptance: pd.DataFrame | float | Sequence[float],
     *,
     acceptance_from: str | None = None,
@@ -97,7 +97,7 @@ def breakeven(
     ``loses`` if speedup_high < 1, else ``undecided``. With borrowed acceptance a cell that would pay or lose is
     ``undecided`` and the reason tells which; ``cannot_pay`` stands, as it rests on cost alone.
 
-    cost_rows : loop rows: plain and speculative arms interleaved, step_ms in ms.
+    cost_rows : loop rows: plain and speculative arms interleaved, step_ms in ms; or cells of `labkit.step_costs`.
     acceptance : acceptance rows; or an imposed length X, or (X, low, high), in tokens per step, bonus counted.
     acceptance_from : borrow the acceptance of this target (origin "transferred").
     baseline : "fastest", "same" or a plain-decode backend; speedup_same_backend is given beside it.
@@ -112,7 +112,7 @@ def breakeven(
     if resamples < 100:
         raise InputError(f"resamples must be at least 100, got {resamples}")
     settings = _Settings(baseline, confidence, resamples, seed)
-    costs = step_costs(cost_rows)
+    costs = cost_rows if isinstance(cost_rows, list) else step_costs(cost_rows)
     known = sorted({name for cost in costs for name in cost.decode_ms})
     if baseline not in ("fastest", "same", *known):
         raise InputError(f"baseline must be fastest, same or one of {', '.join(known)}, got {baseline!r}")
