@@ -51,7 +51,7 @@ class Session:
             result = module.run(self.preset, out_dir=Path(self.out_dir) if self.out_dir else None)
             found = find_runs(experiment, result.path, *result.earlier)
         else:
-            found = _one_device(find_runs(experiment, *filter(None, [self.data_dir])), self.preset)
+            found = one_device(find_runs(experiment, *filter(None, [self.data_dir])), self.preset)
         self.used.extend(run.path for run in found if run.path not in self.used)
         print(f"{experiment}: {len(found)} run(s) on {found[0].sidecar['gpu']}, {self.source}")
         return found
@@ -82,8 +82,8 @@ class Session:
         return self.show(made, name) if name else made
 
 
-def _one_device(runs: list[StoredRun], preset: str) -> list[StoredRun]:
+def one_device(runs: list[StoredRun], preset: str | None = None) -> list[StoredRun]:
     """The runs of the device of the newest run, of the kind that ``preset`` names if there is one."""
-    kind = [run for run in runs if run.sidecar["gpu"].startswith("cpu-") != (preset == "gpu")] or runs
-    device = max(kind, key=lambda run: run.sidecar["run_id"]).sidecar["gpu"]
+    kind = [run for run in runs if run.sidecar["gpu"].startswith("cpu-") != (preset == "gpu")] if preset else runs
+    device = max(kind or runs, key=lambda run: run.sidecar["run_id"]).sidecar["gpu"]
     return [run for run in runs if run.sidecar["gpu"] == device]

@@ -27,7 +27,12 @@ Sidecars = Mapping[str, Mapping[str, Any]]
 
 @styled
 def figure_over_floor(
-    df: pd.DataFrame, *, sidecars: Sidecars, q_len: int | None = None, width_in: float = TEXT_WIDTH_IN
+    df: pd.DataFrame,
+    *,
+    sidecars: Sidecars,
+    q_len: int | None = None,
+    labels: Mapping[str, str] | None = None,
+    width_in: float = TEXT_WIDTH_IN,
 ) -> Figure:
     """Time over the floor as a table of backend and context, at ``q_len`` (the largest when None), best backend on top.
 
@@ -50,12 +55,12 @@ def figure_over_floor(
         dark = values[row, column] > 0.75
         ax.text(column + 0.5, row + 0.5, text, ha="center", va="center", size=7.0, color="white" if dark else INK)
     ax.set_xticks(np.arange(cells.shape[1]) + 0.5, [format_tokens(float(context)) for context in cells.columns])
-    ax.set_yticks(np.arange(len(cells)) + 0.5, list(cells.index))
+    ax.set_yticks(np.arange(len(cells)) + 0.5, [(labels or {}).get(name, name) for name in cells.index])
     ax.set(ylim=(len(cells), 0), xlabel="context length (tokens)")
     ax.tick_params(length=0)
     ax.grid(visible=False)
     ax.spines[:].set_visible(False)
-    add_header(figure, f"Attention time over the floor, q_len {q_len}", describe(df, bandwidth))
+    add_header(figure, f"Attention time over the floor, q_len {q_len}", describe(df, bandwidth, labels))
     freeze_layout(figure)
     return figure
 
@@ -85,9 +90,14 @@ def ladder_table(
 
 @styled
 def figure_ladder(
-    df: pd.DataFrame, *, sidecars: Sidecars, q_len: int | None = None, context_len: float | None = None,
+    df: pd.DataFrame,
+    *,
+    sidecars: Sidecars,
+    q_len: int | None = None,
+    context_len: float | None = None,
+    labels: Mapping[str, str] | None = None,
     width_in: float = TEXT_WIDTH_IN,
-) -> Figure:  # fmt: skip
+) -> Figure:
     """A waterfall of `ladder_table`, us on a log axis: each bar is what one change takes away (or adds).
 
     Parameters and errors as `ladder_table`.
@@ -110,13 +120,13 @@ def figure_ladder(
         ax.axvline(table["floor_us"].iloc[0], color="0.0", linewidth=1.2, zorder=3)
     ax.set_xscale("log")
     ax.set(xlim=(low, table["attention_us"].max() * 5), ylim=(len(table) - 0.45, -0.55))
-    ax.set_yticks(range(len(table)), [f"{name}\n{LADDER[name]}" for name in table["backend"]])
+    ax.set_yticks(range(len(table)), [f"{(labels or {}).get(name, name)}\n{LADDER[name]}" for name in table["backend"]])
     log_us_axis(ax.xaxis)
     ax.set_xlabel("attention time per layer (us); black: floor, keys and values read once")
     ax.grid(visible=False, axis="y")
     where = f"q_len {table['q_len'].iloc[0]}, context {format_tokens(table['context_len'].iloc[0])} · "
     missing = [name for name in LADDER if name not in set(table["backend"])]
     note = f" · not measured there: {', '.join(missing)}" if missing else ""
-    add_header(figure, "From the slow kernel to the fast one", where + describe(df, bandwidth) + note)
+    add_header(figure, "From the slow kernel to the fast one", where + describe(df, bandwidth, labels) + note)
     freeze_layout(figure)
     return figure
