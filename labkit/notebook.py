@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
+from labkit import paths
 from labkit.breakeven import Breakeven, breakeven
 from labkit.errors import InputError
 from labkit.figures import SavedFigure, save_figure
@@ -71,6 +72,21 @@ class Session:
     def show(self, fig: Figure, name: str) -> Figure | SavedFigure:
         """Save ``fig`` under ``figures_dir`` when there is one; the last line of a cell then shows what was saved."""
         return save_figure(fig, name, self.used, out_dir=self.figures_dir) if self.figures_dir else fig
+
+    def explore(self) -> Any:
+        """The explorer over the stored runs of every device: a widget, or in batch its first picture."""
+        from labkit.explorer import explore
+
+        folder = self.out_dir if self.source == "run" else self.data_dir
+        shown = explore(folder, out_dir=self.figures_dir)
+        return self.show(shown, "09_explorer") if isinstance(shown, Figure) else shown
+
+    def page(self, result: Breakeven) -> str:
+        """Write the verdicts as a page to send (`labkit.page`) beside the figures; returns where it is."""
+        from labkit.page import write_page
+
+        path = Path(self.figures_dir or paths.BUILD / "explorer") / "09_explorer.html"
+        return f"page: {write_page(result, path, runs=tuple(run.stem for run in self.used))}"
 
     def measured(self, make: Callable[..., Any], *args: Any, name: str = "", **options: Any) -> Any:
         """``make(...)``, shown as figure ``name`` if it has one; where its rows are missing, one sentence instead."""

@@ -228,7 +228,9 @@ def _shade_undecided(ax: Axes, cells: pd.DataFrame, curve: pd.DataFrame, color: 
         for low, high in undecided_spans(*columns):
             x = np.geomspace(low / 1.01, high * 1.01, 32)
             top = np.minimum(value_at(x, curve, "relative_step_cost"), ceiling)
-            ax.fill_between(x, ax.get_ylim()[0], top, color=color, alpha=0.13, linewidth=0, zorder=0.8)
+            # Hatched, so that it differs from the bands without colour too.
+            look: dict[str, Any] = {"facecolor": "none", "edgecolor": color, "hatch": "/////", "linewidth": 0}
+            ax.fill_between(x, ax.get_ylim()[0], top, alpha=0.45, zorder=0.8, **look)
 
 
 def _draw_crossings(ax: Axes, curves: Sequence[tuple[Mapping[str, Any], pd.DataFrame]], color: str) -> list[_Drawn]:

@@ -52,6 +52,7 @@ RC: Mapping[str, object] = {
     "text.color": INK,
     # Letters are then as wide on screen as in the PDF, so one layout serves all formats.
     "text.hinting": "no_hinting",
+    "hatch.linewidth": 0.5,
     "lines.linewidth": 1.4,
     "lines.markersize": 3.6,
     "lines.solid_capstyle": "round",

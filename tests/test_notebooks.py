@@ -27,6 +27,7 @@ FIGURES = {
     "03_acceptance": {"03_acceptance"},
     "04_breakeven": {"04_breakeven", "04_speedup"},
     "08_field_conclusions": set(),
+    "09_explorer": {"09_explorer"},
 }
 ANSWERS = {
     "00_start_here": "verify on per_token: pays in",
@@ -34,6 +35,7 @@ ANSWERS = {
     "03_acceptance": "How many tokens does a verify step yield",
     "04_breakeven": "verify on sdpa: pays in",
     "08_field_conclusions": "published cases",
+    "09_explorer": "verify on per_token: pays in",
 }
 
 

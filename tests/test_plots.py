@@ -525,7 +525,7 @@ def test_attention_time_axes(ax):
     labels = end_texts(ax)
     assert any(text.startswith("triton_nosplit\n+4") and text.endswith("us per 1K") for text in labels)
     assert labels[-1].startswith("floor\n+1.0")
-    assert "one_pass | split" in note_texts(ax)
+    assert note_texts(ax) == ["keys split"]
     solid, dashed = curves(ax), curves(ax, 0.8)
     assert len(solid) == len(dashed) == 4  # three backends, one of them in two pieces: the gap at the kernel change
     assert {line.get_color() for line in solid} == {line.get_color() for line in dashed}
