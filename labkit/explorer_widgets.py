@@ -23,6 +23,7 @@ from labkit.errors import InputError
 from labkit.explorer import COST_FIELDS, Explorer, points
 from labkit.figures import save_figure
 from labkit.style import context, format_tokens
+from labkit.tables import html_table
 
 _before = matplotlib.get_backend()
 from ipympl.backend_nbagg import Canvas, FigureManager  # noqa: E402
@@ -171,7 +172,7 @@ class ExplorerWidget(widgets.VBox):
         table = verdict_table(cells).assign(backend=cells["pairing"]).drop(columns="verify_backend")
         first = [name for name in ("backend", "context", "k") if name in table]
         table = table[[*first, *(name for name in table if name not in first)]]
-        self.readout.value = table.to_html(index=False, border=0, escape=True)
+        self.readout.value = html_table(table.rename(columns={"decode_backend": "baseline"}))
         found, limits = self.explorer.curve(self.choice), self._limits()
         self._points = points(found)
         lines = [

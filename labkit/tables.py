@@ -55,7 +55,7 @@ def html_table(table: pd.DataFrame, caption: str = "") -> str:
 
     def row(cells: list[str], tag: str) -> str:
         sides = ["right" if side else "left" for side in right]
-        look = "padding: 2px 10px; border-bottom: 1px solid #ddd"
+        look = "padding: 2px 10px; border-bottom: 1px solid #ddd; white-space: nowrap"
         return (
             "<tr>"
             + "".join(

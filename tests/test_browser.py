@@ -221,12 +221,12 @@ def test_readouts_equal_the_command_line(explorer, folder):
 
 def test_pointer_reads_a_point_and_brush_narrows_the_crossings(explorer):
     box = explorer.canvas.bounding_box()
-    for step in range(1, 40):
-        explorer.page.mouse.move(box["x"] + box["width"] * (0.1 + 0.018 * step), box["y"] + box["height"] * 0.55)
-        explorer.page.wait_for_timeout(25)
-        if "[" in explorer.text("pointer"):
+    said = ""
+    for step in range(60):  # down the mark at the chosen context, where there are points
+        explorer.page.mouse.move(box["x"] + box["width"] * 0.605, box["y"] + box["height"] * (0.5 + 0.007 * step))
+        explorer.page.wait_for_timeout(60)
+        if "[" in (said := explorer.text("pointer")):
             break
-    said = explorer.text("pointer")
     assert " at " in said
     assert "measured" in said
     assert "crossings:" in explorer.text("crossings").lower()
@@ -312,6 +312,8 @@ def narrow(tab: Notebook, explorer: Explorer) -> None:
 def test_a_sweep_from_a_cell_shows_progress_stops_and_resumes(browser, lab):
     tab = opened(browser, lab, "sweep")
     tab.run_all()
+    tab.page.wait_for_timeout(6000)
+    tab.shot("sweep_progress"); print(tab.cells())
     tab.page.wait_for_function("() => /[2-9]\\/10/.test(document.querySelector('.jp-OutputArea')?.innerText ?? '')")
     tab.shot("sweep_progress")
     tab.page.locator(
