@@ -1,7 +1,7 @@
 """Does speculation pay? Relative step cost against acceptance length, with an interval and a verdict per cell.
 
-The rule is mean_acceptance_length / relative_step_cost > 1. Cost comes from loop rows, acceptance from acceptance rows
-or an imposed length; they meet only where `labkit.acceptance_join` lets them.
+The rule is mean_acceptance_length / relative_step_cost > 1. Cost comes from loop or step rows, acceptance from
+acceptance rows or an imposed length; they meet only where `labkit.acceptance_join` lets them.
 """
 
 import json
@@ -43,11 +43,14 @@ class Breakeven:
         and what else to know about it.
     crossovers : one dict per curve: ``CURVE_COLUMNS`` and ``crossovers``, a list of {context_len, low, high,
         direction, decided}.
+    turning_points : the same along the batch size: one dict per curve at a context, ``crossovers`` hold batch_size in
+        place of context_len. A direction "pays below" means: speculation stops paying above that many requests.
     baseline, confidence, resamples, seed : what was asked for.
     """
 
     cells: pd.DataFrame
     crossovers: list[dict[str, Any]]
+    turning_points: list[dict[str, Any]]
     baseline: str
     confidence: float
     resamples: int
@@ -62,6 +65,7 @@ class Breakeven:
             "seed": self.seed,
             "cells": [_plain(cell) for cell in self.cells.to_dict("records")],
             "curves": [_plain(curve) for curve in self.crossovers],
+            "turning_points": [_plain(curve) for curve in self.turning_points],
         }
 
     def to_json(self) -> str:
@@ -79,7 +83,7 @@ class _Settings:
 
 def breakeven(
     cost_rows: pd.DataFrame | list[StepCosts],
-    acceptance: pd.DataFrame | float | Sequence[float],
+    acceptance: pd.DataFrame | float | Sequence[float] | None,
     *,
     acceptance_from: str | None = None,
     baseline: str = "fastest",
@@ -97,8 +101,10 @@ def breakeven(
     ``loses`` if speedup_high < 1, else ``undecided``. With borrowed acceptance a cell that would pay or lose is
     ``undecided`` and the reason tells which; ``cannot_pay`` stands, as it rests on cost alone.
 
-    cost_rows : loop rows: plain and speculative arms interleaved, step_ms in ms; or cells of `labkit.step_costs`.
-    acceptance : acceptance rows; or an imposed length X, or (X, low, high), in tokens per step, bonus counted.
+    cost_rows : loop rows: plain and speculative arms interleaved, step_ms in ms; or step rows: decode and verify
+        forwards interleaved (see `labkit.forward_costs`); or cells of `labkit.step_costs`.
+    acceptance : acceptance rows; or an imposed length X, or (X, low, high), in tokens per step, bonus counted; None for
+        the cost alone.
     acceptance_from : borrow the acceptance of this target (origin "transferred").
     baseline : "fastest", "same" or a plain-decode backend; speedup_same_backend is given beside it.
     confidence, resamples, seed : of the intervals. Rounds are resampled for cost and prompts for acceptance; see
@@ -132,12 +138,15 @@ def breakeven(
     # Texts stay objects, so that an unknown one is None whether or not the column holds others.
     table = pd.DataFrame(cells, columns=list(CELL_COLUMNS), dtype=object)
     table = table.astype({name: table[name].infer_objects().dtype for name in NUMBERS})
-    return Breakeven(table, _curves(table, draws, confidence), baseline, confidence, resamples, seed)
+    curves = {axis: _curves(table, draws, confidence, axis) for axis in ("context_len", "batch_size")}
+    return Breakeven(table, curves["context_len"], curves["batch_size"], baseline, confidence, resamples, seed)
 
 
 def _sources(
-    costs: list[StepCosts], acceptance: pd.DataFrame | float | Sequence[float], acceptance_from: str | None
+    costs: list[StepCosts], acceptance: pd.DataFrame | float | Sequence[float] | None, acceptance_from: str | None
 ) -> list[tuple[list[Source], str | None]]:
+    if acceptance is None:
+        return [([], None)] * len(costs)
     if isinstance(acceptance, pd.DataFrame):
         return join(costs, acceptance, acceptance_from)
     if acceptance_from is not None:
@@ -247,25 +256,28 @@ def _no_ratio(cost: StepCosts, decode_backend: str | None, shares: np.ndarray, b
     return "no round holds the baseline and every draft length"
 
 
-def _curves(cells: pd.DataFrame, draws: list[np.ndarray], confidence: float) -> list[dict[str, Any]]:
+def _curves(cells: pd.DataFrame, draws: list[np.ndarray], confidence: float, axis: str) -> list[dict[str, Any]]:
+    """Crossings along one axis, context_len or batch_size; none for a curve of a single batch size."""
     curves = []
+    names = [name for name in (*CURVE_COLUMNS, "context_len") if name != axis]
     of_text = ["workload", "temperature", "origin"]
-    of_cost = [name for name in CURVE_COLUMNS if name not in of_text]
-    for _, same_cost in cells.groupby(of_cost, dropna=False, sort=True):
-        context_lens = np.sort(same_cost["context_len"].unique())
+    for _, same_cost in cells.groupby([name for name in names if name not in of_text], dropna=False, sort=True):
+        places = np.sort(same_cost[axis].unique())
         known = same_cost[same_cost["mean_acceptance_length"].notna()]
+        if axis == "batch_size" and len(places) < 2:
+            continue
         for _, curve in known.groupby(of_text, dropna=False, sort=True):
-            # A context without this text's acceptance is a gap: nothing is interpolated across it.
-            columns = np.searchsorted(context_lens, curve["context_len"])
-            log_speedup = np.full(len(context_lens), np.nan)
+            # A place without this text's acceptance is a gap: nothing is interpolated across it.
+            columns = np.searchsorted(places, curve[axis])
+            log_speedup = np.full(len(places), np.nan)
             log_speedup[columns] = np.log(curve["speedup"])
-            log_draws = np.full((len(draws[0]), len(context_lens)), np.nan)
+            log_draws = np.full((len(draws[0]), len(places)), np.nan)
             log_draws[:, columns] = np.stack([draws[index] for index in curve.index], axis=1)
-            undecided = np.ones(len(context_lens), bool)
+            undecided = np.ones(len(places), bool)
             undecided[columns] = curve["verdict"] == "undecided"
-            found = crossovers(context_lens.astype(float), log_speedup, log_draws, confidence, undecided)
-            names = _plain(curve.iloc[0][list(CURVE_COLUMNS)].to_dict())
-            curves.append(names | {"crossovers": found})
+            found = crossovers(places.astype(float), log_speedup, log_draws, confidence, undecided)
+            along = [{axis: item.pop("context_len")} | item for item in found]
+            curves.append(_plain(curve.iloc[0][names].to_dict()) | {"crossovers": along})
     return curves
 
 

@@ -104,7 +104,7 @@ def _add_reading(add: _Add) -> None:
     _json_flag(check)
 
     breakeven = add("breakeven", _breakeven, "does it pay: cost and acceptance joined, with an interval")
-    breakeven.add_argument("--cost", nargs="+", type=Path, metavar="PATH", required=True, help="loop runs")
+    breakeven.add_argument("--cost", nargs="+", type=Path, metavar="PATH", required=True, help="loop or step runs")
     lengths = breakeven.add_mutually_exclusive_group(required=True)
     lengths.add_argument("--acceptance", nargs="+", type=Path, metavar="PATH", help="acceptance runs")
     lengths.add_argument("--acceptance-length", metavar="X[,LOW,HIGH]", help="imposed mean acceptance length")
@@ -112,6 +112,26 @@ def _add_reading(add: _Add) -> None:
     breakeven.add_argument("--out", type=Path, metavar="F", help="also write the table: .tex, .html, .csv or .parquet")
     breakeven.add_argument("--baseline", default="fastest", help="fastest, same, or a decode backend")
     _json_flag(breakeven)
+
+    best_k = add("best-k", _best_k, "how many tokens to draft, 0 included, per context and batch, and one for all")
+    best_k.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="loop or step runs, and acceptance runs")
+    best_k.add_argument("--acceptance-length", metavar="X[,LOW,HIGH]", help="imposed mean acceptance length")
+    best_k.add_argument("--acceptance-from", metavar="MODEL", help="borrow another target's acceptance")
+    best_k.add_argument("--baseline", default="fastest", help="fastest, same, or a decode backend")
+    best_k.add_argument("--where", nargs="+", default=[], metavar="COLUMN=VALUE", help="keep these cells only")
+    best_k.add_argument("--emit", metavar="ENGINE", help="print the flags of sglang, vllm or trtllm instead")
+    _json_flag(best_k)
+
+    capacity = add(
+        "capacity", _capacity, "what fits on a GPU: context, batch, cells of a planned grid, the drafter's price"
+    )
+    capacity.add_argument("--model", required=True, metavar="NAME|DIR")
+    capacity.add_argument("--draft-model", metavar="NAME|DIR")
+    capacity.add_argument("--gpu", required=True, metavar="NAME", help="a row of data/reference/gpu_peaks.csv")
+    capacity.add_argument(
+        "--set", nargs="+", action="extend", default=[], metavar="AXIS=V,..", dest="assignments", help="replace an axis"
+    )
+    _json_flag(capacity)
 
     compare = add("compare", _compare, "two runs: every difference named, and the ratio if only one was asked for")
     compare.add_argument("runs", nargs=2, type=Path, metavar="RUN")
@@ -217,6 +237,31 @@ def _breakeven(arguments: argparse.Namespace) -> None:
         from labkit.tables import write_table
 
         write_table(result, arguments.out)
+
+
+def _best_k(arguments: argparse.Namespace) -> None:
+    from labkit.recommend import engine_flags, recommend
+
+    found = recommend(
+        arguments.paths,
+        acceptance_length=arguments.acceptance_length,
+        acceptance_from=arguments.acceptance_from,
+        baseline=arguments.baseline,
+        where=arguments.where,
+    )
+    if arguments.emit:
+        setting, k = found.one_setting()
+        print(engine_flags(arguments.emit, setting["drafter"], k))
+    else:
+        _show(arguments, found.to_dict(), found.to_text())
+
+
+def _capacity(arguments: argparse.Namespace) -> None:
+    from labkit.capacity import capacity, render
+
+    options = {"draft_model": arguments.draft_model, "assignments": arguments.assignments}
+    found = capacity(arguments.model, arguments.gpu, **options)
+    _show(arguments, found, render(found))
 
 
 def _compare(arguments: argparse.Namespace) -> int:

@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from labkit.engines.roles import version_key
+from labkit.engines.tables import read_table
 from labkit.errors import InputError
-from labkit.ratios import MATCHED, ratio_table, time_column
+from labkit.ratios import MATCHED, ONE_LAUNCH, ratio_table, time_column
 from labkit.rows import distinct, json_value
 
 ABSENT = "(absent)"
@@ -36,11 +38,17 @@ IMPLIED: dict[str, tuple[str, ...]] = {
         *(f"device.{name}_mhz" for name in ("sm_clock_max", "memory_clock_max", "sm_clock_applied")),
     ),
 }
+# Fields whose change switches speculation on or off, or changes how it drafts.
+SPECULATION = (
+    *("arm", "speculative_algorithm", "speculative_config", "spec_type", "drafter", "speculation"),
+    *("num_speculative_tokens", "speculative_num_draft_tokens", "speculative_num_steps"),
+)
 # Conditions of the rows that a sidecar need not name.
 ROW_FIELDS = (
     *MATCHED,
     *("linear_backend", "weight_dtype", "q_dtype", "kv_dtype", "launch_mode", "l2_state", "page_order", "page_size"),
     *("backend_digest", "resolved_kernel", "temperature", "top_p", "prompt_digest", "origin", "quality"),
+    *("prompt_id", "request_digest", "num_cached_tokens", "num_output_tokens", "num_prompt_tokens"),
 )
 # Calibration is measured anew by each run. Of its numbers only these rates tell another machine state (throttled,
 # shared), when they differ by more than the tolerance; spreads and resolutions are noise.
@@ -50,7 +58,11 @@ CALIBRATION_TOLERANCE = 0.1
 
 @dataclass(frozen=True)
 class Difference:
-    """One field that differs. `kind`: asked_for, allowed, incidental or unexplained; `why` says what decided it."""
+    """One field that differs. `kind`: asked_for, implied, allowed, incidental or unexplained; `why` says what decided.
+
+    Implied is what an engine changes by itself when speculation is switched on, by the table
+    ``data/reference/engine_implied_changes.csv``.
+    """
 
     field: str
     a: Any
@@ -101,7 +113,7 @@ class Comparison:
     def to_text(self) -> str:
         """Differences by kind, problems, and the ratios or why there are none."""
         lines = []
-        for kind in ("asked_for", "allowed", "unexplained", "incidental"):
+        for kind in ("asked_for", "implied", "allowed", "unexplained", "incidental"):
             for item in self.of_kind(kind):
                 values = " -> ".join(textwrap.shorten(str(side), 60, placeholder=" ...") for side in (item.a, item.b))
                 lines.append(f"{kind.replace('_', ' '):12} {item.field}: {values} ({item.why})")
@@ -110,8 +122,9 @@ class Comparison:
             lines.append("not comparable: the differences marked unexplained and the problems forbid a ratio")
         elif self.ratios is not None:
             lines.append(self.ratios.to_string(index=False, float_format=lambda value: f"{value:.4g}"))
-            if not self.ratios["paired"].all():
+            if (self.ratios["claim"] == ONE_LAUNCH).any() and not self.ratios["paired"].all():
                 lines.append("unpaired: drift, and what differs between two launches as such, are not in the interval")
+                lines.append("within one launch: undecided between launches; measure each side in two or more")
         return "\n".join(lines)
 
 
@@ -155,7 +168,8 @@ def compare_runs(
     pairs = {name: (fields_a.get(name, ABSENT), fields_b.get(name, ABSENT)) for name in names}
     differing = {name: pair for name, pair in pairs.items() if not _equal(*pair)}
     code_a, code_b = pairs.get("code_digest", (None, ABSENT))
-    sort = _Sorter(named, differing, same_code=code_a == code_b)
+    engine, version = (_told(name, fields_b) for name in ("engine", "engine_version"))
+    sort = _Sorter(named, differing, code_a == code_b, engine, version)
     differences = tuple(Difference(name, *pair, *sort.kind(name, *pair)) for name, pair in differing.items())
     varies = not varying or any(item.kind == "asked_for" for item in differences)
     comparison = Comparison(differences, () if varies else (f"{varying} is the same on both sides",), None)
@@ -167,19 +181,24 @@ def compare_runs(
 
 
 def compare_files(path_a: Path, path_b: Path, **options: Any) -> Comparison:
-    """`compare_runs` of two stored runs, each a run's file or a folder that holds one; options are passed on.
+    """`compare_runs` of two stored runs, each a run's file or a folder; options are passed on.
 
-    Raises InputError: as `compare_runs`; or a path holds no run, several, or a broken one.
+    A folder may hold several runs of the same thing: launches, whose spread is then in the interval.
+
+    Raises InputError: as `compare_runs`; or a path holds no run, a broken one, or runs that differ in more than chance.
     """
     from labkit.results import load_runs, read_sidecar, run_files
 
     sides = []
     for path in (Path(path_a), Path(path_b)):
         files = run_files(path)
-        if len(files) != 1:
-            raise InputError(f"{path}: wanted one run to compare, found {len(files)}")
-        sidecar = read_sidecar(files[0])
-        sides.append((sidecar, load_runs(sidecar["experiment"], files[0])))
+        if not files:
+            raise InputError(f"{path}: wanted a run to compare, found none")
+        first, *others = [read_sidecar(file) for file in files]
+        for other in others:
+            if found := compare_runs(first, other).unexplained:
+                raise InputError(f"{path}: wanted launches of one run to compare; they differ in {found[0].field}")
+        sides.append((first, load_runs(first["experiment"], *files)))
     (a, rows_a), (b, rows_b) = sides
     return compare_runs(a, b, rows_a=rows_a, rows_b=rows_b, **options)
 
@@ -189,6 +208,8 @@ class _Sorter:
     named: Mapping[str, str]  # field -> asked_for or allowed
     differing: Mapping[str, tuple[Any, Any]]
     same_code: bool
+    engine: str | None
+    version: str | None
 
     def kind(self, field: str, a: Any, b: Any) -> tuple[str, str]:
         """Kind of a difference and the reason for it."""
@@ -197,6 +218,8 @@ class _Sorter:
                 return kind, f"{kind.replace('_', ' ')}: {name}"
             if self._comes_with(name, field, a, b):
                 return kind, f"comes with {name}"
+            if kind == "asked_for" and (why := self._implied(name, field, a, b)):
+                return "implied", why
         last = field.rsplit(".", 1)[-1]
         if any(_covers(name, field) for name in INCIDENTAL):
             return "incidental", "differs between any two runs or follows from other fields"
@@ -224,6 +247,46 @@ class _Sorter:
         sides = [side for other, pair in self.differing.items() if _covers(name, other) for side in pair]
         values = {str(value) for side in sides for value in (side if isinstance(side, list) else [side])}
         return bool(values & set(field.split(".")))
+
+    def _implied(self, name: str, field: str, a: Any, b: Any) -> str | None:
+        """What the table says of a field that an engine changes by itself; None where it says nothing of the kind.
+
+        Side b is the one that speculates, unless the named field is empty there and not in a.
+        """
+        if name.rsplit(".", 1)[-1] not in SPECULATION:
+            return None
+        sides = [pair for other, pair in self.differing.items() if _covers(name, other)]
+        swapped = any(_empty(pair[1]) and not _empty(pair[0]) for pair in sides)
+        plain, speculative = (b, a) if swapped else (a, b)
+        for row in read_table("engine_implied_changes.csv"):
+            version = version_key(self.version)
+            low, high = version_key(row["version_from"]), version_key(row["version_to"])
+            known = row["engine"] == self.engine and (not version or low <= version <= high)
+            if known and _covers(row["field"], field) and _as_expected(row["expects"], plain, speculative):
+                return f"{row['why']} ({row['source'].split(';')[0]})"
+        return None
+
+
+def _told(name: str, fields: Mapping[str, Any]) -> str | None:
+    """The engine or its version, wherever the sidecar or the rows have it."""
+    found = [value for path, value in fields.items() if path.rsplit(".", 1)[-1] == name and value]
+    first = found[0][0] if found and isinstance(found[0], list) else found[0] if found else None
+    return None if first is None else str(first)
+
+
+def _empty(value: Any) -> bool:
+    values = value if isinstance(value, list) else [value]
+    return all(item in (None, ABSENT, "", "none", "None", "null", "plain", 0) for item in values)
+
+
+def _as_expected(expects: str, plain: Any, speculative: Any) -> bool:
+    """Whether a value went where the table says: any, lower, or one value (a truth value in any spelling)."""
+    if expects == "any":
+        return True
+    if expects == "lower":
+        pair = pd.to_numeric(pd.Series([speculative, plain], dtype=object), errors="coerce")
+        return bool(pair[0] < pair[1])
+    return str(speculative).lower() == expects
 
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -14,6 +14,7 @@ from labkit.breakeven import Breakeven, breakeven
 from labkit.errors import InputError
 from labkit.figures import SavedFigure, save_figure
 from labkit.results import StoredRun, find_runs, load_runs, load_sidecars
+from labkit.schema import columns
 from labkit.verdict import fixed_context
 
 SOURCES = ("committed", "run")
@@ -60,6 +61,16 @@ class Session:
     def rows(self, experiment: str) -> pd.DataFrame:
         """Rows of one experiment, long form, one per sample. Prints whose they are."""
         return load_runs(experiment, *(run.path for run in self.runs(experiment)))
+
+    def rows_if_any(self, experiment: str) -> pd.DataFrame:
+        """As `rows`; where nothing is stored yet, one sentence and a frame of the experiment's columns without rows."""
+        try:
+            return self.rows(experiment)
+        except InputError as error:
+            if self.source == "run" or not str(error).startswith("no runs of"):
+                raise
+            print(f"No data of {experiment} yet: {error}.")
+            return pd.DataFrame(columns=[column.name for column in columns(experiment)])
 
     def sidecars(self, experiment: str) -> dict[str, dict]:
         """run_id -> sidecar of the runs of this experiment that `rows` has used."""

@@ -14,11 +14,10 @@ from matplotlib.patches import Patch
 
 from labkit.breakeven import CURVE_COLUMNS, Breakeven
 from labkit.canvas import add_header, add_legend, freeze_layout, new_figure
-from labkit.cost import floor_relative_cost
+from labkit.cause import breakeven_floor
 from labkit.errors import InputError
 from labkit.plots import ACCEPTANCE_ORIGINS, plot_breakeven, plot_speedup
 from labkit.rows import listed
-from labkit.shapes import model_shape
 from labkit.style import INK, TEXT_WIDTH_IN, display_name, series_styles, styled
 
 FACETS = ("num_speculative_tokens", "batch_size", "workload")
@@ -77,27 +76,6 @@ def figure_speedup(
     _share_limits([ax for ax in figure.axes if ax.get_visible()])
     freeze_layout(figure)
     return figure
-
-
-def breakeven_floor(cells: pd.DataFrame) -> pd.DataFrame:
-    """Break-even length if verify read weights and KV cache once (modelled), per context, batch size and k.
-
-    Columns context_len, batch_size, num_speculative_tokens, relative_step_cost, origin. Empty where the shape of the
-    target or of the drafter is not known; an n-gram drafter costs nothing.
-    """
-    keys = ["target", "drafter", "context_len", "batch_size", "num_speculative_tokens", "weight_dtype", "kv_dtype"]
-    rows = []
-    for row in cells[keys].drop_duplicates().to_dict("records"):
-        try:
-            model = model_shape(row["target"])
-            draft_model = None if row["drafter"] == "ngram" else model_shape(row["drafter"])
-        except InputError:
-            continue
-        sizes = {name: int(row[name]) for name in keys[2:5]}
-        dtypes = {name: row[name] for name in keys[5:]}
-        cost = floor_relative_cost(model, draft_model=draft_model, **dtypes, **sizes)
-        rows.append(sizes | {"relative_step_cost": cost, "origin": "modelled"})
-    return pd.DataFrame(rows, columns=[*keys[2:5], "relative_step_cost", "origin"])
 
 
 def _varying(cells: pd.DataFrame, names: Sequence[str]) -> list[str]:

@@ -217,6 +217,11 @@ def _source_name(root: Path) -> str:
     return str(full.relative_to(ROOT)) if full.is_relative_to(ROOT) else redact(str(root))
 
 
+def experiments_in(*paths: str | Path) -> set[str]:
+    """The experiments of the runs at the paths, else in LABKIT_DATA, else in ``data/runs``. Raises as `find_runs`."""
+    return {read_sidecar(file)["experiment"] for root in _roots(paths) for file in run_files(root)}
+
+
 def find_runs(experiment: str, *paths: str | Path, gpu: str | None = None) -> list[StoredRun]:
     """The runs of one experiment at the paths, else in LABKIT_DATA (``dir1:dir2``), else in ``data/runs``.
 

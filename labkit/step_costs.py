@@ -1,4 +1,4 @@
-"""Loop rows -> costs of a cell: per-round medians of the speculative step and of every plain decode, kept paired.
+"""Loop or step rows -> costs of a cell: per-round medians of the speculative step and of every plain decode, paired.
 
 A ratio is only ever taken inside one (run_id, group, round), where both sides were interleaved.
 """
@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from labkit.errors import InputError
+from labkit.forward_costs import loop_rows
 from labkit.rows import FORCED_ORIGINS, distinct, is_missing, ok_rows, single_value
 
 CELL_KEY = (
@@ -22,6 +23,11 @@ SHARED = ("gpu", "target", "batch_size", "context_len", "weight_dtype", "kv_dtyp
 # Columns that rarely vary and are looked at cell by cell when they do.
 MIXED = ("linear_backend", "launch_mode")
 NEEDED = (*PAIR, "arm", *CELL_KEY[1:7], "decode_backend", "num_drafted_tokens", "step_ms")
+# Parts of a step, in the order in which a step runs; attention apart only where it was timed apart.
+PARTS = (
+    *("draft_ms", "draft_attention_ms", "draft_rest_ms", "verify_ms", "verify_attention_ms", "verify_rest_ms"),
+    *("accept_ms", "sampling_ms", "communication_ms", "gap_ms"),
+)
 
 
 @dataclass(frozen=True)
@@ -29,12 +35,14 @@ class StepCosts:
     """Times of one cell; a round is a (run_id, group, round), in sorted order.
 
     `step_ms` [num_rounds, k+1] holds the median speculative step with j drafts in column j, `decode_ms` per plain
-    backend the median decode step [num_rounds]; NaN where a round lacks it.
+    backend the median decode step [num_rounds]; NaN where a round lacks it. `parts_ms` holds the parts of a step with k
+    drafts that the rows have, per name of ``PARTS`` [num_rounds].
     """
 
     key: dict[str, Any]
     step_ms: np.ndarray
     decode_ms: dict[str, np.ndarray]
+    parts_ms: dict[str, np.ndarray]
     origin: str
     notes: tuple[str, ...]
 
@@ -45,7 +53,7 @@ class StepCosts:
 
 
 def step_costs(cost_rows: pd.DataFrame) -> list[StepCosts]:
-    """Sort loop rows with status ok into cells.
+    """Sort loop rows with status ok into cells; step rows are first made loop rows by `labkit.forward_costs`.
 
     Costs come from runs at a fixed context. Rows of origin forced are welcome: only their acceptance is imposed, their
     times are real, so the cell counts as measured. Rounds of several runs of one cell are pooled after pairing.
@@ -53,7 +61,7 @@ def step_costs(cost_rows: pd.DataFrame) -> list[StepCosts]:
     Raises InputError: columns are missing, an arm is missing or unknown, a time is not above 0, or a group or a cell
     mixes contexts, dtypes, linear backends, launch modes or origins.
     """
-    rows = ok_rows(cost_rows, "cost", NEEDED)
+    rows = ok_rows(loop_rows(cost_rows) if "forward_ms" in cost_rows else cost_rows, "cost", NEEDED)
     rows = rows.assign(**{name: None for name in CELL_KEY if name not in rows})
     _check(rows)
     plain = rows[rows["arm"] == "plain"]
@@ -64,6 +72,10 @@ def step_costs(cost_rows: pd.DataFrame) -> list[StepCosts]:
     by_length = [cell_ids.rename("cell"), *(speculative[name] for name in (*PAIR, "num_drafted_tokens"))]
     step_ms = speculative["step_ms"].groupby(by_length).median().unstack("num_drafted_tokens")
     doubted = _doubtful(rows).any() or any(len(set(rows.get(name, pd.Series(dtype=object)))) > 1 for name in MIXED)
+    parts = [name for name in PARTS if name in rows]
+    full = speculative["num_drafted_tokens"] == speculative["num_speculative_tokens"]
+    by_cell = [by_length[0][full], *(speculative.loc[full, name] for name in PAIR)]
+    parts_ms = speculative.loc[full, parts].astype(float).groupby(by_cell).median()
     costs = []
     for cell_id, (values, group) in enumerate(cells):
         key = {name: _key_value(value) for name, value in zip(CELL_KEY, values, strict=True)}
@@ -71,7 +83,9 @@ def step_costs(cost_rows: pd.DataFrame) -> list[StepCosts]:
         decode = decode_ms.reindex(steps.index).dropna(axis="columns", how="all")
         by_backend = {str(name): decode[name].to_numpy(float) for name in decode}
         notes = _notes(group, plain, key) if doubted else ()
-        costs.append(StepCosts(key, steps.to_numpy(float), by_backend, _origin(group, key), notes))
+        at_rounds = parts_ms.reindex([(cell_id, *place) for place in steps.index])
+        of_parts = {name: at_rounds[name].to_numpy(float) for name in parts if at_rounds[name].notna().any()}
+        costs.append(StepCosts(key, steps.to_numpy(float), by_backend, of_parts, _origin(group, key), notes))
     return costs
 
 

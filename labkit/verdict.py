@@ -9,7 +9,7 @@ import pandas as pd
 
 from labkit.breakeven import Breakeven, breakeven, verdict_table
 from labkit.errors import InputError
-from labkit.results import load_runs
+from labkit.results import find_runs, load_runs
 from labkit.rows import listed
 
 
@@ -29,6 +29,26 @@ def fixed_context(rows: pd.DataFrame) -> pd.DataFrame:
     return rows[rows["origin"] == "forced"]
 
 
+def cost_rows(*paths: Path | str, gpu: str | None = None) -> pd.DataFrame:
+    """The rows that are costs at the paths: loop runs at a fixed context, or step runs where there is no loop run.
+
+    Raises InputError: neither is there, a broken run, or loop runs that only generated from prompts.
+    """
+    if not _holds("loop", paths, gpu) and _holds("step", paths, gpu):
+        return load_runs("step", *paths, gpu=gpu)
+    rows = fixed_context(load_runs("loop", *paths, gpu=gpu))
+    if rows.empty:
+        raise InputError("cost: these loop runs generated from prompts; wanted a cost run (acceptance=none)")
+    return rows
+
+
+def _holds(experiment: str, paths: Sequence[Path | str], gpu: str | None) -> bool:
+    try:
+        return bool(find_runs(experiment, *paths, gpu=gpu))
+    except InputError:
+        return False
+
+
 def verdict_from_files(
     cost_paths: Sequence[Path | str],
     *,
@@ -38,15 +58,12 @@ def verdict_from_files(
     baseline: str = "fastest",
     gpu: str | None = None,
 ) -> Breakeven:
-    """Join stored loop costs with stored acceptance or an imposed length; see `labkit.breakeven.breakeven`.
+    """Join stored costs (`cost_rows`) with stored acceptance or an imposed length; see `labkit.breakeven.breakeven`.
 
     Raises InputError: no run where one was named, a broken one, or sides that do not join.
     """
     imposed = parse_length(acceptance_length) if acceptance_length is not None else None
-    rows = load_runs("loop", *cost_paths, gpu=gpu)
-    costs = fixed_context(rows)
-    if costs.empty:
-        raise InputError("cost: these loop runs generated from prompts; wanted a cost run (acceptance=none)")
+    costs = cost_rows(*cost_paths, gpu=gpu)
     acceptance = load_runs("acceptance", *(acceptance_paths or ()), gpu=gpu) if imposed is None else imposed
     return breakeven(costs, acceptance, acceptance_from=acceptance_from, baseline=baseline)
 

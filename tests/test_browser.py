@@ -26,7 +26,7 @@ NOTEBOOKS = sorted(path.stem for path in paths.NOTEBOOKS.glob("*.ipynb"))
 KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}
 SWEEP = """from labkit.sweep import run_sweep
 
-points = [{"context_len": n, "sleep_s": 0.4, "group": str(n)} for n in range(1, 11)]
+points = [{"context_len": n, "sleep_s": 0.4} for n in range(1, 11)]
 result = run_sweep(points, "tests.sweep_points:measure", experiment="loop", out_dir="runs")
 print("complete:", result.complete, result.counts)"""
 # One control per line: the keys that move it, from the state that the lines before left.

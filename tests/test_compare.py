@@ -242,7 +242,7 @@ def test_stored_runs_are_compared_by_path(tmp_path: Path) -> None:
     assert found.comparable, found.to_text()
     assert found.ratios["ratio"].max() == pytest.approx(1.5, rel=0.05)
     assert not compare_files(a, tmp_path / "b").comparable
-    with pytest.raises(InputError, match="wanted one run to compare, found 2"):
+    with pytest.raises(InputError, match="wanted launches of one run to compare; they differ in"):
         compare_files(a, tmp_path)
 
 
@@ -261,3 +261,115 @@ def test_what_follows_from_an_axis_needs_no_allowance() -> None:
     found = compare_runs(a, b, varying="page_size")
     assert found.comparable
     assert kinds(found)["grid.group"] == "incidental"
+
+
+# ---- what an engine changes by itself, and launches -----------------------------------------------------------------
+
+
+def engine_sidecar(engine: str, version: str, **arguments: Any) -> dict[str, Any]:
+    """The sidecar of a replay run against a server with these arguments."""
+    shared = {"model": "qwen3-8b", "kv_cache_dtype": "auto", "cuda_graph": True, "num_warmup": 8, "max_tokens": 256}
+    told = {"engine": engine, "engine_version": version, "args": shared | arguments}
+    return {"schema_version": 1, "run_id": "r", "experiment": "replay", "gpu": "nvidia-h200", "endpoints": {"b": told}}
+
+
+SGLANG = {"speculative_algorithm": "EAGLE3", "max_running_requests": 48, "max_total_num_tokens": 900_000}
+PLAIN = {"speculative_algorithm": None, "max_running_requests": 4096, "max_total_num_tokens": 1_000_000}
+
+
+def test_what_sglang_changes_by_itself_is_implied_and_does_not_refuse() -> None:
+    plain = engine_sidecar("sglang", "0.5.21", **PLAIN, enable_mixed_chunk=True)
+    other = engine_sidecar("sglang", "0.5.21", **SGLANG, enable_mixed_chunk=False)
+    for a, b in ((plain, other), (other, plain)):
+        found = compare_runs(a, b, varying="speculative_algorithm")
+        assert found.comparable, found.to_text()
+        implied = {item.field.rsplit(".", 1)[-1]: item.why for item in found.of_kind("implied")}
+        assert set(implied) == {"max_running_requests", "max_total_num_tokens", "enable_mixed_chunk"}
+        assert "sgl-project/sglang" in implied["max_running_requests"]
+    assert "implied" in found.to_text()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"max_running_requests": 256},  # set by hand: not what the engine does
+        {"max_total_num_tokens": 1_200_000},  # a larger pool is no price of a drafter
+        {"model": "qwen3-8b-awq"},  # another checkpoint
+        {"num_warmup": 1},
+        {"cuda_graph": False},  # eager against graph
+        {"kv_cache_dtype": "fp8_e4m3"},
+        {"max_tokens": 1000},
+        {"attention_backend": "triton"},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_what_an_engine_does_not_change_by_itself_refuses(change: dict) -> None:
+    other = engine_sidecar("sglang", "0.5.21", **SGLANG | change)
+    found = compare_runs(engine_sidecar("sglang", "0.5.21", **PLAIN), other, varying="speculative_algorithm")
+    assert [item.field.rsplit(".", 1)[-1] for item in found.unexplained] == list(change)
+
+
+def test_implied_changes_hold_for_the_versions_they_were_read_in_and_for_speculation_only() -> None:
+    sides = [{"speculative_algorithm": None, "disable_overlap_schedule": False}]
+    sides += [{"speculative_algorithm": "EAGLE", "disable_overlap_schedule": True}]
+    old, new = ([engine_sidecar("sglang", version, **side) for side in sides] for version in ("0.5.6", "0.5.21"))
+    assert compare_runs(*old, varying="speculative_algorithm").comparable
+    assert not compare_runs(*new, varying="speculative_algorithm").comparable
+    sides = [
+        {"attention_backend": name, "max_running_requests": limit} for name, limit in (("fa3", 4096), ("triton", 48))
+    ]
+    backends = [engine_sidecar("sglang", "0.5.21", **side) for side in sides]
+    assert not compare_runs(*backends, varying="attention_backend").comparable
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("num_cached_tokens", 4096),  # prefix-cache hits on one side
+        ("quality", "throttled"),
+        ("prompt_digest", "p2"),
+        ("prompt_id", "prose-02"),
+        ("num_output_tokens", 1000),
+    ],
+)
+def test_confounders_in_the_rows_refuse(column: str, value: Any) -> None:
+    base = {
+        "num_cached_tokens": 0,
+        "quality": "ok",
+        "prompt_digest": "p1",
+        "prompt_id": "prose-01",
+        "num_output_tokens": 256,
+    }
+    rows_a, rows_b = planted(12.0, "a").assign(**base), planted(12.0, "b").assign(**base | {column: value})
+    found = compare_runs(SIDECAR, changed(), rows_a=rows_a, rows_b=rows_b)
+    assert [item.field for item in found.unexplained] == [f"rows.{column}"]
+
+
+def launches(step_ms: float, names: str, spread: float, seed: int) -> pd.DataFrame:
+    rng = np.random.default_rng(seed)
+    times = step_ms * np.exp(rng.normal(0, spread, len(names)))
+    return pd.concat(
+        [planted(ms, name, Noise(sample=0.01), seed + i) for i, (ms, name) in enumerate(zip(times, names, strict=True))]
+    )
+
+
+def test_one_launch_never_decides_between_launches_and_several_do() -> None:
+    one = ratio_table(planted(12.0, "a"), planted(18.0, "b", seed=1))
+    assert set(one["claim"]) == {"within one launch"}
+    assert set(one["verdict"]) == {"undecided"}
+    several = ratio_table(launches(12.0, "abcd", 0.03, 1), launches(18.0, "efgh", 0.03, 2))
+    drafting = several[several["arm"] == "speculative"]
+    assert set(drafting["claim"]) == {"across launches"}
+    assert (drafting[["num_launches_a", "num_launches_b"]] == 4).all(axis=None)
+    assert set(drafting["verdict"]) == {"slower"}
+    # The same gain is not decided when launches differ by as much.
+    wide = ratio_table(launches(12.0, "abcd", 0.3, 1), launches(14.0, "efgh", 0.3, 2))
+    assert set(wide["verdict"]) == {"undecided"}
+
+
+def test_arms_of_one_launch_are_decided_within_it() -> None:
+    rows = planted(12.0, "a", Noise(drift=0.3))
+    speculative = rows[rows["arm"] == "speculative"]
+    found = ratio_table(speculative, speculative.assign(step_ms=speculative["step_ms"] * 0.8))
+    assert set(found["claim"]) == {"within one launch"}
+    assert set(found["verdict"]) == {"faster"}

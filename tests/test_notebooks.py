@@ -17,6 +17,7 @@ from labkit.batch import run_batch
 from labkit.breakeven import breakeven
 from labkit.errors import InputError
 from labkit.notebook import Session
+from tests.step_worlds import CPU_STEPS, step_rows
 from tests.synthetic import CPU, acceptance_rows, attention_rows, loop_rows, write_run_of, write_runs
 
 NOTEBOOKS = sorted(paths.NOTEBOOKS.glob("*.ipynb"))
@@ -24,6 +25,7 @@ PARAMETERS = {"source": "committed", "preset": "cpu", "data_dir": "", "out_dir":
 FIGURES = {
     "00_start_here": {"00_breakeven"},
     "01_verify_attention": {"01_attention", "01_over_floor"},
+    "02_step_anatomy": {"02_step", "02_pairings", "02_ladder"},
     "03_acceptance": {"03_acceptance"},
     "04_breakeven": {"04_breakeven", "04_speedup"},
     "08_field_conclusions": set(),
@@ -32,6 +34,7 @@ FIGURES = {
 ANSWERS = {
     "00_start_here": "verify on per_token: pays in",
     "01_verify_attention": "times the floor of reading keys and values once",
+    "02_step_anatomy": "Closure of random:llama-3-8b at batch 1, parts of a forward",
     "03_acceptance": "How many tokens does a verify step yield",
     "04_breakeven": "verify on sdpa: pays in",
     "08_field_conclusions": "published cases",
@@ -97,6 +100,7 @@ def batch(tmp_path_factory):
     """One batch over all notebooks on synthetic runs, started in a folder outside the repository."""
     folder = tmp_path_factory.mktemp("notebooks")
     write_runs(folder / "data", CPU)
+    write_run_of(step_rows(CPU_STEPS), folder / "data", CPU, "step")
     (folder / "elsewhere").mkdir()
     monkeypatch = pytest.MonkeyPatch()
     monkeypatch.chdir(folder / "elsewhere")
@@ -126,6 +130,17 @@ def test_notebook_runs(batch, name):
     assert len(pictures) == len(FIGURES[name])
     html = (folder / verdicts[name].html).read_text()
     assert not re.search(r"""(?:src|href)\s*=\s*["'](?:https?:)?//""", html)
+
+
+def test_step_notebook_without_step_data(tmp_path, monkeypatch):
+    write_runs(tmp_path / "data", CPU, ("acceptance",))
+    monkeypatch.setenv("LABKIT_DATA", str(tmp_path / "data"))
+    monkeypatch.setenv("PYTHONPATH", str(paths.ROOT))
+    (verdict,) = run_batch([paths.NOTEBOOKS / "02_step_anatomy.ipynb"], out_dir=tmp_path / "out", progress=None)
+    assert verdict.ok, str(verdict)
+    executed = cells(tmp_path / "out" / verdict.executed)
+    assert "no step data is there yet" in executed[-1].outputs[0].text
+    assert "No data of step yet: no runs of step in" in executed[2].outputs[0].text
 
 
 def test_session_takes_one_device(tmp_path, capsys):

@@ -256,3 +256,66 @@ def calibrate(
         decided_when_clear=decided[(truth - 1).abs() >= 0.1].mean(),
         median_log_width=np.log(cells["speedup_high"] / cells["speedup_low"]).median(),
     )
+
+
+@dataclass(frozen=True)
+class StepWorld:
+    """Planted forwards of a target and an autoregressive drafter, in ms, as step rows without noise unless asked for.
+
+    Weights cost `weights_ms`, one KV read of 1K tokens `kv_ms_per_1k`; verify reads the cache `reads(backend, q_len)`
+    times. A draft forward costs `draft_ms`, plus `draft_reads` reads of the target's cache; no drafter: no draft rows.
+    """
+
+    reads: Callable[[str, int], float] = lambda _, __: 1.0
+    backends: tuple[str, ...] = ("triton_split",)
+    context_lens: tuple[int, ...] = (1024, 4096, 16384, 65536)
+    batch_sizes: tuple[int, ...] = (1,)
+    q_lens: tuple[int, ...] = (4, 8)
+    drafter: str | None = "eagle3"
+    weights_ms: float = 10.0
+    kv_ms_per_1k: float = 0.05
+    draft_ms: float = 0.4
+    draft_reads: float = 0.0
+    sampling_ms: float = 0.1
+    num_rounds: int = 6
+    noise: float = 0.0
+    target: str = "qwen3-8b"
+    gpu: str = "nvidia-h200"
+    run_id: str = "run-s"
+
+    def with_(self, **changes: Any) -> "StepWorld":
+        """A copy with some fields changed."""
+        return replace(self, **changes)
+
+
+def step_rows(world: StepWorld, rng: np.random.Generator | None = None) -> pd.DataFrame:
+    """Step rows: per batch and context decode and verify on every backend, and the drafter on the first."""
+    rng = rng or np.random.default_rng(0)
+    rows = []
+    for batch_size, context_len in [(batch, context) for batch in world.batch_sizes for context in world.context_lens]:
+        kv_ms = world.kv_ms_per_1k * context_len / 1024 * batch_size
+        calls = [("decode", backend, 1, kv_ms * world.reads(backend, 1)) for backend in world.backends]
+        calls += [("verify", name, q, kv_ms * world.reads(name, q)) for name in world.backends for q in world.q_lens]
+        calls += [("draft", world.backends[0], 1, kv_ms * world.draft_reads)] if world.drafter else []
+        for phase, backend, q_len, attention in calls:
+            for index in range(world.num_rounds):
+                rest = world.draft_ms if phase == "draft" else world.weights_ms
+                factor = float(np.exp(rng.normal(0, world.noise)))
+                call = {"phase": phase, "backend": backend, "q_len": q_len, "attention_ms": attention * factor}
+                call |= {"round": index, "batch_size": batch_size, "context_len": float(context_len)}
+                sampling = world.sampling_ms if phase != "draft" else np.nan  # part of the forward
+                call |= {
+                    "forward_ms": (rest + attention + np.nan_to_num(sampling)) * factor,
+                    "sampling_ms": sampling * factor,
+                }
+                call |= {"drafter": world.drafter if phase == "draft" else None}
+                rows.append(call | {"group": f"{batch_size}/{context_len}"})
+    same = {
+        "run_id": world.run_id,
+        "gpu": world.gpu,
+        "target": world.target,
+        "experiment": "step",
+        "origin": "measured",
+    }
+    same |= {"status": "ok", "quality": "ok", "weight_dtype": "bfloat16", "kv_dtype": "bfloat16", "num_gpus": 1}
+    return pd.DataFrame(rows).assign(**same, linear_backend="torch", launch_mode="graph", gap_ms=np.nan, sample=0)

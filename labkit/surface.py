@@ -1,0 +1,86 @@
+"""Everything the verdict knows about a set of costs, in one call: what the explorer and the notebooks draw."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from labkit.best_k import best_k, cut_acceptance, regret
+from labkit.breakeven import Breakeven, breakeven
+from labkit.cause import inefficiency, slope_causes, waterfall
+from labkit.composed import cost_rows
+from labkit.step_costs import step_costs
+
+
+@dataclass(frozen=True)
+class Surface:
+    """Costs over context x batch x pairing x k, what is known of their acceptance, and what follows.
+
+    result : cells, crossings in context and turning points in batch; see `labkit.breakeven.Breakeven`.
+    waterfall : parts of each step in units of acceptance length, `labkit.cause.waterfall`.
+    causes : slopes over the floor and a diagnosis per curve, `labkit.cause.slope_causes`.
+    floors : measured break-even beside one read of weights and cache, `labkit.cause.inefficiency`.
+    best : best k per context and batch, `labkit.best_k.best_k`; empty without acceptance.
+    regret : what one k everywhere loses, `labkit.best_k.regret`; empty without acceptance.
+    """
+
+    result: Breakeven
+    waterfall: pd.DataFrame
+    causes: pd.DataFrame
+    floors: pd.DataFrame
+    best: pd.DataFrame
+    regret: pd.DataFrame
+
+
+def verdict_surface(
+    rows: pd.DataFrame,
+    acceptance: pd.DataFrame | float | Sequence[float] | None = None,
+    *,
+    read_gb_per_s: Mapping[str, float] | float | None = None,
+    acceptance_from: str | None = None,
+    free_drafter: str | None = None,
+    baseline: str = "fastest",
+    confidence: float = 0.95,
+    resamples: int = 2000,
+    seed: int = 0,
+) -> Surface:
+    """Judge costs over context x batch x pairing x k.
+
+    rows : loop or step rows, of one or several gpus, targets, drafters.
+    acceptance : acceptance rows; an imposed length X or (X, low, high); or None for the cost alone. Of rows, each k
+        below a measured one is filled in (`cut_acceptance`, origin modelled). Measured acceptance joins only inside its
+        context band and for the same target and drafter; elsewhere a cell keeps its cost and a reason.
+    read_gb_per_s : measured read bandwidth, 1e9 B/s, one or per gpu (`read_rates` of sidecars); None leaves the causes
+        unknown.
+    free_drafter : as `labkit.composed.cost_rows`.
+    acceptance_from, baseline, confidence, resamples, seed : as `labkit.breakeven.breakeven`.
+
+    Raises InputError as `labkit.breakeven.breakeven` and `labkit.composed.cost_rows`.
+    """
+    costs = cost_rows(rows, free_drafter=free_drafter)
+    options: dict[str, Any] = {"baseline": baseline, "confidence": confidence, "resamples": resamples, "seed": seed}
+    if isinstance(acceptance, pd.DataFrame):
+        ks = costs["num_speculative_tokens"].dropna().astype(int).unique()
+        acceptance = cut_acceptance(acceptance, [int(k) for k in ks])
+    result = breakeven(costs, acceptance, acceptance_from=acceptance_from, **options)
+    cells = step_costs(costs)
+    judged = result.cells["speedup"].notna().any()
+    empty = pd.DataFrame()
+    return Surface(
+        result,
+        waterfall(cells, baseline),
+        slope_causes(cells, read_gb_per_s, baseline),
+        inefficiency(result.cells),
+        best_k(result.cells) if judged else empty,
+        regret(result.cells) if judged else empty,
+    )
+
+
+def read_rates(sidecars: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """gpu -> median of the read bandwidths that its runs measured, 1e9 B/s; sidecars as `load_sidecars` gives them."""
+    rates: dict[str, list[float]] = {}
+    for sidecar in sidecars.values():
+        if rate := (sidecar.get("calibration") or {}).get("read_gb_per_s"):
+            rates.setdefault(str(sidecar["gpu"]), []).append(float(rate))
+    return {gpu: float(pd.Series(values).median()) for gpu, values in rates.items()}
