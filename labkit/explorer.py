@@ -7,7 +7,7 @@ the choice leaves, so that a read-out equals `labkit breakeven --json`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
@@ -17,17 +17,20 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from labkit import acceptance_join
+from labkit.best_k import best_k, cut_acceptance
 from labkit.breakeven import Breakeven, breakeven
 from labkit.canvas import add_header, freeze_layout, new_figure
+from labkit.cause import slope_causes, waterfall
+from labkit.composed import cost_rows
 from labkit.errors import InputError
-from labkit.panels import breakeven_floor, describe
-from labkit.plots import ACCEPTANCE_ORIGINS, plot_breakeven
+from labkit.panels import describe
+from labkit.plots_explorer import plot_choice, plot_parts
 from labkit.progress import in_notebook
-from labkit.results import find_runs, load_runs
+from labkit.results import experiments_in, find_runs, load_runs, load_sidecars
 from labkit.rows import distinct, is_missing
-from labkit.step_costs import StepCosts, step_costs
-from labkit.style import TEXT_WIDTH_IN, display_name, format_tokens, series_styles, styled
-from labkit.verdict import fixed_context
+from labkit.step_costs import PARTS, StepCosts, step_costs
+from labkit.style import TEXT_WIDTH_IN, format_tokens, styled
+from labkit.surface import read_rates
 
 # Each is narrowed by those before it, in this order.
 COST_FIELDS = ("gpu", "target", "drafter", "weight_dtype", "kv_dtype", "batch_size", "num_speculative_tokens")
@@ -35,7 +38,8 @@ _COST_COLUMNS = (
     *("run_id", "group", "round", "arm", "status", "quality", "origin", "gpu", "target", "drafter", "weight_dtype"),
     *("kv_dtype", "linear_backend", "launch_mode", "batch_size", "context_len", "num_speculative_tokens"),
     *("num_drafted_tokens", "verify_backend", "draft_backend", "decode_backend", "pairing"),
-    *("draft_ms", "verify_ms", "accept_ms", "gap_ms", "step_ms"),
+    *PARTS,
+    "step_ms",
 )
 _ACCEPTANCE_COLUMNS = (*acceptance_join.GROUP, *acceptance_join.NEEDED[5:], "run_id", "status", "origin", "top_p")
 _ACCEPTANCE_COLUMNS += ("weight_dtype", "kv_dtype")
@@ -86,30 +90,42 @@ class Explorer:
     Raises InputError: no cost rows.
     """
 
-    def __init__(self, costs: pd.DataFrame, acceptance: pd.DataFrame | None = None, files: Sequence[Path] = ()):
-        rows = fixed_context(costs)
-        rows = rows[rows["status"] == "ok"] if "status" in rows else rows
-        if rows.empty:
-            raise InputError("explorer: no cost rows; `labkit run loop` makes some")
-        self.costs = _light(rows.assign(pairing=pairing(rows)), _COST_COLUMNS)
-        self.acceptance = pd.DataFrame() if acceptance is None else _light(acceptance, _ACCEPTANCE_COLUMNS)
-        self.files = {file.stem: file for file in files}
+    def __init__(
+        self,
+        rows: pd.DataFrame,
+        acceptance: pd.DataFrame | None = None,
+        files: Sequence[Path] = (),
+        read_gb_per_s: Mapping[str, float] | None = None,
+    ):
+        costs = cost_rows(rows)
+        costs = costs[costs["status"] == "ok"] if "status" in costs else costs
+        if costs.empty:
+            raise InputError("explorer: no cost rows with status ok; `labkit run loop` makes some")
+        self.costs = _light(costs.assign(pairing=pairing(costs)), _COST_COLUMNS)
+        self.acceptance = pd.DataFrame()
+        if acceptance is not None:
+            ks = costs["num_speculative_tokens"].dropna().astype(int).unique()
+            self.acceptance = _light(cut_acceptance(acceptance, [int(k) for k in ks]), _ACCEPTANCE_COLUMNS)
+        self.files, self.read_gb_per_s = {file.stem: file for file in files}, read_gb_per_s
         self.result = lru_cache(maxsize=512)(self._result)
         self._kept_rows = lru_cache(maxsize=64)(self._rows)
         self._costs = lru_cache(maxsize=256)(self._step_costs)
 
     @classmethod
     def load(cls, *paths: Path | str) -> Explorer:
-        """From stored runs, by default LABKIT_DATA or ``data/runs``; acceptance may be missing.
+        """From stored runs, by default LABKIT_DATA or ``data/runs``: loop and step runs, acceptance if there is any.
 
         Raises InputError: no cost runs, or a broken one.
         """
-        runs = find_runs("loop", *paths)
-        try:
-            runs, acceptance = [*runs, *find_runs("acceptance", *paths)], load_runs("acceptance", *paths)
-        except InputError:
-            acceptance = None
-        return cls(load_runs("loop", *paths), acceptance, [run.path for run in runs])
+        there = experiments_in(*paths)
+        if not there & {"loop", "step"}:
+            raise InputError("explorer: no loop or step runs; `labkit run loop` makes some")
+        names = [name for name in ("loop", "step", "acceptance") if name in there]
+        files = [run.path for name in names for run in find_runs(name, *paths)]
+        rows = pd.concat([load_runs(name, *paths) for name in names if name != "acceptance"], ignore_index=True)
+        sidecars = {run_id: sidecar for name in names for run_id, sidecar in load_sidecars(name, *paths).items()}
+        acceptance = load_runs("acceptance", *paths) if "acceptance" in there else None
+        return cls(rows, acceptance, files, read_rates(sidecars))
 
     def values(self, name: str) -> list[Any]:
         """What there is to choose from, whatever else is chosen; None last where some rows do not tell."""
@@ -195,8 +211,22 @@ class Explorer:
             costs = [cost for cost in costs if low <= cost.key["context_len"] <= high]
             if not costs:
                 raise InputError(f"no measured context between {format_tokens(low)} and {format_tokens(high)}")
-        found = breakeven(costs, choice.acceptance_length or self._measured(choice), baseline=choice.baseline)
+        acceptance = self._lengths(choice)[0]
+        found = breakeven(costs, acceptance, baseline=choice.baseline)
         return replace(found, cells=found.cells.assign(pairing=pairing(found.cells)))
+
+    def _lengths(self, choice: Choice) -> tuple[pd.DataFrame | Imposed | None, str]:
+        """The acceptance of a choice, or None and why there is none: costs are drawn alone then."""
+        if choice.acceptance_length is not None:
+            return choice.acceptance_length, ""
+        try:
+            return self._measured(choice), ""
+        except InputError as error:
+            return None, str(error)
+
+    def without_acceptance(self, choice: Choice) -> str:
+        """Why only costs are drawn; "" where there is an acceptance length."""
+        return self._lengths(choice)[1]
 
     def _measured(self, choice: Choice) -> pd.DataFrame:
         """Acceptance rows of a choice. Raises InputError: none were measured; what there is instead."""
@@ -229,15 +259,48 @@ class Explorer:
         distance = (cells["context_len"].astype(float) / choice.context_len).map(lambda ratio: max(ratio, 1 / ratio))
         return cells[distance == distance.min()]
 
+    def parts(self, choice: Choice) -> pd.DataFrame:
+        """`labkit.cause.waterfall` at the context of the read-outs: where the cost comes from, in tokens per step."""
+        at = set(self.at_context(choice)["context_len"])
+        costs = [cost for cost in self._costs(_of_cost(choice)) if cost.key["context_len"] in at]
+        table = waterfall(costs, choice.baseline)
+        return table.assign(pairing=pairing(table))
+
+    def causes(self, choice: Choice) -> dict[str, str]:
+        """Pairing -> diagnosis of its growth with context (`labkit.cause.slope_causes`)."""
+        table = slope_causes(self._costs(_of_cost(choice)), self.read_gb_per_s, choice.baseline)
+        return dict(zip(pairing(table), table["diagnosis"], strict=True))
+
+    def best(self, choice: Choice) -> pd.DataFrame:
+        """`labkit.best_k.best_k` per pairing at the context of the read-outs, over every measured k.
+
+        Raises InputError: no acceptance that holds for several k.
+        """
+        if choice.acceptance_length is not None:
+            raise InputError("best k needs measured acceptance: a typed length holds for one k")
+        context = int(self.at_context(choice)["context_len"].iloc[0])
+        found = []
+        for k in self.values("num_speculative_tokens"):
+            try:
+                found.append(
+                    self.result(_key(replace(choice, num_speculative_tokens=k), context_range=(context, context)))
+                )
+            except InputError:  # not measured with this k
+                continue
+        return best_k(pd.concat([one.cells for one in found]))
+
     def draw(self, figure: Figure, choice: Choice) -> None:
-        """The break-even panel of a choice on an empty figure; the same function draws the published figure."""
-        draw(figure, self.curve(choice), choice)
+        """The picture of a choice on an empty figure: break-even, and below it where the cost comes from."""
+        found, parts = self.curve(choice), self.parts(choice)
+        above, below = figure.subplots(2, height_ratios=(3, 0.45 + 0.28 * parts["pairing"].nunique()))
+        plot_choice(above, found, context_len=choice.context_len, context_range=choice.context_range or ())
+        plot_parts(below, parts, self.at_context(choice)["mean_acceptance_length"].max())
 
     @styled
     def figure(self, choice: Choice, *, width_in: float = TEXT_WIDTH_IN) -> Figure:
         """The picture of a choice as a figure to save. Raises InputError as `rows`, or without acceptance."""
-        figure, found = new_figure(width_in, 3.5 if width_in > 5 else 4.2), self.curve(choice)
-        draw(figure, found, choice)
+        figure, found = new_figure(width_in, 4.6 if width_in > 5 else 5.2), self.curve(choice)
+        self.draw(figure, choice)
         add_header(figure, "Where speculative decoding pays", describe(found.cells, found.baseline))
         freeze_layout(figure)
         return figure
@@ -246,7 +309,7 @@ class Explorer:
         """Run files behind a choice, for `labkit.figures.save_figure`."""
         used = set(self.rows(choice)["run_id"])
         if choice.acceptance_length is None:
-            used |= set(self._measured(choice)["run_id"])
+            used |= set() if self.without_acceptance(choice) else set(self._measured(choice)["run_id"])
         return [file for run_id, file in self.files.items() if run_id in used]
 
     def code(self, choice: Choice, name: str, out_dir: str) -> str:
@@ -286,38 +349,6 @@ def _said(name: str, value: Any) -> str:
     if name == "batch_size":
         return f"batch {value}"
     return ", ".join(value) if name == "pairings" else str(value)
-
-
-def points(found: Breakeven) -> list[tuple[float, float, str]]:
-    """What the pointer can read: context_len (tokens), length (tokens per step) and what to say about it."""
-    read = []
-    for cell in found.cells.to_dict("records"):
-        at = f"at {format_tokens(cell['context_len'])}; speed-up {cell['speedup']:.2f}, {cell['verdict']}"
-        owners = {"relative_step_cost": cell["pairing"], "mean_acceptance_length": cell["workload"] or "typed length"}
-        for name, owner in owners.items():
-            what = "break-even length" if name == "relative_step_cost" else "acceptance length"
-            about_text = (cell["origin"] in ACCEPTANCE_ORIGINS) == (name == "mean_acceptance_length")
-            origin = cell["origin"] if about_text else "measured"
-            interval = f"[{cell[f'{name}_low']:.2f}, {cell[f'{name}_high']:.2f}]"
-            text = f"{owner}: {what} {cell[name]:.2f} {interval}, {origin}, {at}"
-            read.append((float(cell["context_len"]), float(cell[name]), text))
-    return read
-
-
-@styled
-def draw(figure: Figure, found: Breakeven, choice: Choice) -> None:
-    """Break-even and acceptance length against context, with a mark at the chosen context and range."""
-    ax, cells = figure.add_subplot(), found.cells
-    styles = series_styles(cells["pairing"].drop_duplicates())
-    floor = breakeven_floor(cells)
-    plot_breakeven(cells, ax=ax, crossovers=found.crossovers, floor=floor, hue="pairing", styles=styles)
-    guide: dict[str, Any] = {"gid": "guide", "zorder": 1.4, "color": "0.3"}
-    ax.axvline(choice.context_len, linewidth=0.8, linestyle=(0, (1, 1.5)), **guide)
-    for end in choice.context_range or ():
-        ax.axvline(end, linewidth=0.8, linestyle=(0, (6, 3)), **guide)
-    title = [f"k = {choice.num_speculative_tokens}", f"batch {choice.batch_size}"]
-    title += [display_name(choice.workload, None)] if choice.acceptance_length is None and choice.workload else []
-    ax.set_title(" · ".join(title))
 
 
 def explore(*folders: Path | str, interactive: bool | None = None, out_dir: Path | str = "") -> Any:

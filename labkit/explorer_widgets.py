@@ -5,6 +5,7 @@ Every control can be reached and set with the keyboard; the brush sets the same 
 
 from __future__ import annotations
 
+import asyncio
 import html
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,8 +21,9 @@ from labkit import paths
 from labkit.breakeven import verdict_table
 from labkit.curves import crossing_text
 from labkit.errors import InputError
-from labkit.explorer import COST_FIELDS, Explorer, points
+from labkit.explorer import COST_FIELDS, Choice, Explorer
 from labkit.figures import save_figure
+from labkit.plots_explorer import points
 from labkit.style import context, format_tokens
 from labkit.tables import html_table
 
@@ -54,22 +56,29 @@ class ExplorerWidget(widgets.VBox):
         self.explorer, self.out_dir = explorer, str(out_dir or paths.BUILD / "explorer")
         self.choice, self.message, self._hushed = explorer.first(), "", False
         self._brush: SpanSelector | None = None
-        self.figure = Figure(figsize=(7.0, 3.7), dpi=110, layout="constrained")
+        self.figure = Figure(figsize=(7.0, 4.9), dpi=110, layout="constrained")
         self.canvas = _Canvas(self.figure)
         FigureManager(self.canvas, 0)
         for part in ("header_visible", "footer_visible", "resizable", "toolbar_visible"):
             setattr(self.canvas, part, False)
         self.figure.canvas.mpl_connect("motion_notify_event", self._hover)
         self._make_controls()
-        self.readout, self.pointer, self.crossings = (widgets.HTML() for _ in range(3))
+        self.readout, self.pointer, self.crossings, self.best = (widgets.HTML() for _ in range(4))
+        self.readout.layout = widgets.Layout(overflow="auto", width="100%")
         self.code = widgets.Textarea(layout={"width": "100%", "height": "0px", "display": "none"}, disabled=True)
         controls = widgets.HBox(list(self.controls.values()), layout={"flex_flow": "row wrap", "width": "100%"})
         # A window narrower than the canvas scrolls the canvas, not the page.
         picture = widgets.Box([self.canvas], layout={"overflow": "auto", "width": "100%"})
-        super().__init__([controls, picture, self.pointer, self.readout, self.crossings, self.export, self.code])
+        below = [self.pointer, self.readout, self.crossings, self.best, self.export, self.code]
+        super().__init__([controls, picture, *below])
         for name, control in self.controls.items():
             control.add_class(f"labkit-{name}")
-        for name, part in (("readout", self.readout), ("pointer", self.pointer), ("crossings", self.crossings)):
+        for name, part in (
+            ("readout", self.readout),
+            ("pointer", self.pointer),
+            ("crossings", self.crossings),
+            ("best", self.best),
+        ):
             part.add_class(f"labkit-{name}")
         self.redraw()
 
@@ -164,15 +173,18 @@ class ExplorerWidget(widgets.VBox):
             words: dict[str, Any] = {"ha": "center", "va": "center", "wrap": True, "size": 9}
             self.figure.text(0.5, 0.5, f"Nothing to draw: {self.message}", **words)
             self.readout.value = f"<b>Nothing to draw.</b> {html.escape(self.message)}"
-            self.crossings.value = ""
+            self.crossings.value = self.best.value = ""
         self.canvas.draw_idle()
 
     def _show_numbers(self) -> None:
-        cells = self.explorer.at_context(self.choice)
-        table = verdict_table(cells).assign(backend=cells["pairing"]).drop(columns="verify_backend")
+        cells, causes = self.explorer.at_context(self.choice), self.explorer.causes(self.choice)
+        table = verdict_table(cells).assign(backend=cells["pairing"], growth=cells["pairing"].map(causes))
+        table = table.drop(columns=[name for name in ("verify_backend", "workload") if name in table])
         first = [name for name in ("backend", "context", "k") if name in table]
         table = table[[*first, *(name for name in table if name not in first)]]
-        self.readout.value = html_table(table.rename(columns={"decode_backend": "baseline"}))
+        why = self.explorer.without_acceptance(self.choice)
+        note = f"<p>Costs only: {html.escape(why)}.</p>" if why else ""
+        self.readout.value = html_table(table.rename(columns={"decode_backend": "baseline"})) + note
         found, limits = self.explorer.curve(self.choice), self._limits()
         self._points = points(found)
         lines = [
@@ -182,6 +194,26 @@ class ExplorerWidget(widgets.VBox):
         ]
         where = "" if self.choice.context_range is None else f" between {' and '.join(map(format_tokens, limits))}"
         self.crossings.value = f"<b>Crossings{where}:</b> " + ("; ".join(lines) or "none")
+        try:
+            asyncio.get_running_loop().call_later(0.2, self._show_best, self.choice)
+        except RuntimeError:  # no event loop: not in a kernel
+            self._show_best(self.choice)
+
+    def _show_best(self, choice: Choice) -> None:
+        """Best k per backend, after the picture: it looks at every k."""
+        if choice != self.choice:
+            return
+        try:
+            best = self.explorer.best(choice)
+            said = [
+                f"{html.escape(row['verify_backend'])}: {f'k = {row.best_k}' if row['best_k'] else 'off'} "
+                f"({row['speedup']:.2f} [{row['speedup_low']:.2f}, {row['speedup_high']:.2f}]"
+                f"{'' if row['decided'] else ', undecided'})"
+                for _, row in best.iterrows()
+            ]
+            self.best.value = "<b>Best k here:</b> " + "; ".join(said)
+        except InputError as error:
+            self.best.value = f"<b>Best k here:</b> {html.escape(str(error))}"
 
     def _limits(self) -> tuple[float, float]:
         contexts = self.explorer.contexts(self.choice)
@@ -194,16 +226,16 @@ class ExplorerWidget(widgets.VBox):
         self._brush = SpanSelector(self.figure.axes[0], self._brushed, "horizontal", **style)
 
     def _brushed(self, low: float, high: float) -> None:
-        contexts = np.array([value for _, value in self.controls["context_range"].options], float)
+        contexts = np.array(self.explorer.contexts(self.choice), float)
         inside = contexts[(contexts >= low) & (contexts <= high)]
         # A brush that holds fewer than two measured contexts takes those around it: a crossing lies between two.
         if len(inside) < 2:
-            inside = np.array([contexts[contexts <= low][-1:], contexts[contexts >= high][:1]]).ravel()
+            inside = np.concatenate([contexts[contexts <= low][-1:], inside, contexts[contexts >= high][:1]])
         self.controls["context_range"].value = (int(inside[0]), int(inside[-1]))
 
     def _hover(self, event: Any) -> None:
         """Read the nearest point under the pointer, with its interval and origin."""
-        if event.inaxes is None or self.message:
+        if self.message or event.inaxes is not self.figure.axes[0]:
             return
         at = event.inaxes.transData.transform([point[:2] for point in self._points])
         distance = np.hypot(*(at - (event.x, event.y)).T)

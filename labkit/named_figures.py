@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from labkit.attention_table import one_setting
 from labkit.axes import ALIASES
 from labkit.breakeven import breakeven
+from labkit.composed import cost_rows
 from labkit.errors import InputError
 from labkit.figures import FORMATS, SavedFigure, save_figure
 from labkit.notebook import one_device
@@ -21,9 +22,9 @@ from labkit.panels import figure_breakeven, figure_speedup
 from labkit.plots_acceptance import figure_acceptance
 from labkit.plots_attention import figure_attention
 from labkit.plots_floor import figure_ladder, figure_over_floor
-from labkit.results import find_runs, load_runs, load_sidecars
+from labkit.results import experiments_in, find_runs, load_runs, load_sidecars
 from labkit.style import COLUMN_WIDTH_IN, TEXT_WIDTH_IN
-from labkit.verdict import fixed_context, parse_length
+from labkit.verdict import parse_length
 
 WIDTHS = {"column": COLUMN_WIDTH_IN, "text": TEXT_WIDTH_IN}
 
@@ -56,12 +57,16 @@ class _Data:
         runs = [run for run in runs if run.sidecar["gpu"] in wanted] if wanted else one_device(runs)
         if not runs:
             raise InputError(f"gpu: no runs of {experiment} on {', '.join(wanted or ())}")
-        frame = _where(load_runs(experiment, *(run.path for run in runs)), self.request.where or {})
+        # The text of a cost run is what its drafter reads: costs of any text join acceptance on any.
+        without = () if experiment == "acceptance" else ("workload",)
+        where = {name: values for name, values in (self.request.where or {}).items() if name not in without}
+        frame = _where(load_runs(experiment, *(run.path for run in runs)), where)
         self.used += [run.path for run in runs if run.path.stem in set(frame["run_id"])]
         return frame
 
     def verdicts(self) -> Any:
-        costs, length = fixed_context(self.rows("loop")), self.request.acceptance_length
+        there, length = experiments_in(*self.request.paths), self.request.acceptance_length
+        costs = cost_rows(self.rows("step" if "step" in there and "loop" not in there else "loop"))
         return breakeven(costs, self.rows("acceptance") if length is None else parse_length(length))
 
     def attention(self) -> tuple[pd.DataFrame, dict[str, Any]]:

@@ -313,7 +313,8 @@ def test_a_sweep_from_a_cell_shows_progress_stops_and_resumes(browser, lab):
     tab = opened(browser, lab, "sweep")
     tab.run_all()
     tab.page.wait_for_timeout(6000)
-    tab.shot("sweep_progress"); print(tab.cells())
+    tab.shot("sweep_progress")
+    print(tab.cells())
     tab.page.wait_for_function("() => /[2-9]\\/10/.test(document.querySelector('.jp-OutputArea')?.innerText ?? '')")
     tab.shot("sweep_progress")
     tab.page.locator(
