@@ -197,7 +197,12 @@ def inefficiency(cells: pd.DataFrame) -> pd.DataFrame:
     (tokens of acceptance length that one read of weights and cache would not need); NaN where no floor is known.
     """
     keys = ["context_len", "batch_size", "num_speculative_tokens"]
-    floor = breakeven_floor(cells)[[*keys, "relative_step_cost"]].rename(columns={"relative_step_cost": "floor"})
-    columns = ["verify_backend", "draft_backend", *keys, "relative_step_cost"]
-    table = cells[columns].drop_duplicates().merge(floor, on=keys, how="left")
-    return table.assign(above_floor=table["relative_step_cost"] - table["floor"]).sort_values(columns[:5])
+    names = ["gpu", "target", "drafter", "weight_dtype", "kv_dtype"]
+    columns = [*names, "verify_backend", "draft_backend", *keys, "relative_step_cost"]
+    tables = []
+    for _, own in cells[columns].drop_duplicates().groupby(names, dropna=False):
+        floor = breakeven_floor(own)[[*keys, "relative_step_cost"]].rename(columns={"relative_step_cost": "floor"})
+        tables.append(own.merge(floor.drop_duplicates(keys), on=keys, how="left"))
+    table = pd.concat(tables, ignore_index=True)
+    table = table.assign(above_floor=table["relative_step_cost"] - table["floor"])
+    return table.sort_values(["verify_backend", *keys], ignore_index=True)

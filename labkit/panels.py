@@ -33,11 +33,13 @@ def figure_breakeven(
     labels: Mapping[str, str] | None = None,
     width_in: float = TEXT_WIDTH_IN,
     title: str = "Where speculative decoding pays",
+    lengths: Mapping[str, float] | None = None,
 ) -> Figure:
     """Break-even against context: one panel per k, batch size and, where the cost follows the text, workload.
 
     labels : display names for backends, workloads, models and devices.
     width_in : `TEXT_WIDTH_IN` or `COLUMN_WIDTH_IN`.
+    lengths : imposed or cited acceptance lengths to draw as labelled lines, by name.
 
     Raises InputError: no cells; more than one GPU, model, drafter, temperature or dtype; or k, batch size and workload
     all need panels.
@@ -45,7 +47,7 @@ def figure_breakeven(
     cells, floor = result.cells, breakeven_floor(result.cells)
 
     def draw(ax: Axes, here: Mapping[str, Any], styles: Mapping[str, Any]) -> None:
-        curves: dict[str, Any] = {"crossovers": result.crossovers, "floor": _at(floor, here)}
+        curves: dict[str, Any] = {"crossovers": result.crossovers, "floor": _at(floor, here), "lengths": lengths}
         plot_breakeven(_at(cells, here), ax=ax, labels=labels, styles=styles, **curves)
 
     panels = _panel_columns(cells)

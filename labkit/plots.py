@@ -53,6 +53,7 @@ def plot_breakeven(
     hue: str = "verify_backend",
     labels: Mapping[str, str] | None = None,
     styles: Mapping[str, SeriesStyle] | None = None,
+    lengths: Mapping[str, float] | None = None,
 ) -> Axes:
     """Break-even acceptance length per backend and measured acceptance length per workload, against context.
 
@@ -68,6 +69,8 @@ def plot_breakeven(
     hue : column that tells curves apart.
     labels : display names for backends and workloads.
     styles : style per value of ``hue`` (`series_styles`), to keep several axes alike.
+    lengths : imposed or cited acceptance lengths by what to call them, drawn as labelled lines: they were not measured
+        here and join nothing.
 
     Raises InputError: no cells, more than one k, or a relative step cost that differs by workload at one context
     (draft lengths follow the text then, so each workload needs axes of its own).
@@ -87,6 +90,9 @@ def plot_breakeven(
     ends.add(ax.get_xlim()[1], ceiling, f"k+1 = {k + 1}", color=MUTED)
     if floor is not None and len(floor):
         _draw_floor(ax, floor, ends)
+    for name, length in (lengths or {}).items():
+        ax.axhline(length, color=INK, linewidth=0.9, linestyle=origin_style("cited").linestyle, **_GUIDE)
+        ends.add(ax.get_xlim()[1], length, f"{name} {length:.3g}", color=INK, size=6.5)
     for name, curve in curves.items():
         _draw_cost(ax, curve, styles[name], ceiling)
         x, y = curve.iloc[-1][["context_len", "relative_step_cost"]]

@@ -1,7 +1,7 @@
 """Everything the verdict knows about a set of costs, in one call: what the explorer and the notebooks draw."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
@@ -10,6 +10,8 @@ from labkit.best_k import best_k, cut_acceptance, regret
 from labkit.breakeven import Breakeven, breakeven
 from labkit.cause import inefficiency, slope_causes, waterfall
 from labkit.composed import cost_rows
+from labkit.curves import matching_curves
+from labkit.errors import InputError
 from labkit.step_costs import step_costs
 
 
@@ -31,6 +33,39 @@ class Surface:
     floors: pd.DataFrame
     best: pd.DataFrame
     regret: pd.DataFrame
+
+
+SETTING = ("gpu", "target", "drafter", "weight_dtype", "kv_dtype")
+
+
+def select(surface: Surface, **where: Any) -> Surface:
+    """The part of a surface with one gpu, target, drafter and dtypes: what a figure can hold.
+
+    where : values of these columns; of what is left the setting with most judged cells, then with most cells.
+
+    Raises InputError: a value that is not there; the ones that are are listed.
+    """
+    cells = surface.result.cells
+    for name, value in where.items():
+        if name not in SETTING or not (cells[name] == value).any():
+            known = ", ".join(map(str, cells[name].dropna().unique())) if name in SETTING else ", ".join(SETTING)
+            raise InputError(f"{name}: want one of {known}; got {value!r}")
+        cells = cells[cells[name] == value]
+    counts = cells.groupby(list(SETTING), dropna=False)["speedup"].agg(["count", "size"])
+    chosen = dict(zip(SETTING, counts.sort_values(["count", "size"]).index[-1], strict=True))
+
+    def part(table: pd.DataFrame) -> pd.DataFrame:
+        for name in (name for name in SETTING if name in table):
+            same = table[name].isna() if pd.isna(chosen[name]) else table[name] == chosen[name]
+            table = table[same]
+        return table.reset_index(drop=True)
+
+    own = part(surface.result.cells)
+    curves: list[list[Any]] = [[curve for curve, _ in matching_curves(found, own)] for found in
+              (surface.result.crossovers, surface.result.turning_points)]  # fmt: skip
+    result = replace(surface.result, cells=own, crossovers=curves[0], turning_points=curves[1])
+    tables = (surface.waterfall, surface.causes, surface.floors, surface.best, surface.regret)
+    return Surface(result, *map(part, tables))
 
 
 def verdict_surface(
