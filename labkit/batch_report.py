@@ -93,7 +93,7 @@ def _commands(folder: Path, verdicts: Sequence[Verdict]) -> str:
         values = " ".join(
             f"-r {name} {shlex.quote(str(value))}" for name, value in sorted(record["parameters"].items())
         )
-        lines.append(f"papermill --cwd notebooks notebooks/{record['notebook']} copy.ipynb {values}")
+        lines.append(f"papermill --cwd notebooks notebooks/{verdict.notebook}.ipynb copy.ipynb {values}")
     return redact("\n".join(lines))
 
 

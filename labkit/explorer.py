@@ -360,6 +360,9 @@ def explore(*folders: Path | str, interactive: bool | None = None, out_dir: Path
     explorer = Explorer.load(*[folder for folder in folders if folder])
     if not (in_notebook() if interactive is None else interactive):
         return explorer.figure(explorer.first())
-    from labkit.explorer_widgets import ExplorerWidget
+    from IPython.display import Javascript, display
 
+    from labkit.explorer_widgets import KEYBOARD, ExplorerWidget
+
+    display(Javascript(KEYBOARD))
     return ExplorerWidget(explorer, out_dir)

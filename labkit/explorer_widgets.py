@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import html
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import ipywidgets as widgets
 import matplotlib
 import numpy as np
+import traitlets
 from matplotlib.figure import Figure
 from matplotlib.widgets import SpanSelector
 
@@ -37,6 +39,13 @@ TITLES = {
     **{"workload": "text", "baseline": "baseline", "batch_size": "batch", "num_speculative_tokens": "k"},
 }
 _WIDE = {"width": "auto", "min_width": "230px", "flex": "1 1 230px"}
+# JupyterLab takes arrows and letters as its own commands, and a canvas of ipympl never lets go of the Tab key. So the
+# explorer's keys are kept from JupyterLab, and Tab goes past the canvas (what it does, the range slider does too).
+KEYBOARD = """window.labkitKeyboard ??= setInterval(() => {
+  document.querySelectorAll('.labkit-explorer').forEach((part) => part.setAttribute('data-lm-suppress-shortcuts', 'true'));
+  document.querySelectorAll('.labkit-explorer [tabindex="0"].jupyter-matplotlib-canvas-div').forEach(
+    (canvas) => { canvas.tabIndex = -1; });
+}, 300);"""
 _MEASURED, _TYPED = "measured on the text", "typed, with bounds"
 _NEAR_PIXELS = 22.0
 
@@ -47,6 +56,22 @@ class _Canvas(Canvas):
     def draw(self) -> None:
         with context():
             super().draw()
+
+
+class _Checks(widgets.HBox):
+    """One checkbox per option, ``value`` the chosen ones: a list that the keyboard can set anywhere."""
+
+    value = traitlets.Tuple()
+
+    def __init__(self, options: Sequence[str], value: Sequence[str], description: str):
+        look: dict[str, Any] = {"indent": False, "layout": {"width": "auto", "margin": "0 10px 0 0"}}
+        self.boxes = [widgets.Checkbox(description=name, value=name in value, **look) for name in options]
+        super().__init__([widgets.Label(description), *self.boxes], value=tuple(value))
+        for box in self.boxes:
+            box.observe(self._changed, "value")
+
+    def _changed(self, _: Any) -> None:
+        self.value = tuple(box.description for box in self.boxes if box.value)
 
 
 class ExplorerWidget(widgets.VBox):
@@ -71,6 +96,7 @@ class ExplorerWidget(widgets.VBox):
         picture = widgets.Box([self.canvas], layout={"overflow": "auto", "width": "100%"})
         below = [self.pointer, self.readout, self.crossings, self.best, self.export, self.code]
         super().__init__([controls, picture, *below])
+        self.add_class("labkit-explorer")
         for name, control in self.controls.items():
             control.add_class(f"labkit-{name}")
         for name, part in (
@@ -91,8 +117,8 @@ class ExplorerWidget(widgets.VBox):
                 options = [(str(value if value is not None else "not told"), value) for value in explorer.values(name)]
             self._add(name, widgets.Dropdown(options=options, value=getattr(choice, name), description=TITLES[name]))
         names = explorer.values("pairings")
-        many: dict[str, Any] = {"options": names, "value": choice.pairings, "rows": min(len(names), 5)}
-        self._add("pairings", widgets.SelectMultiple(description="backends", **many))
+        self._add("pairings", _Checks(names, choice.pairings, "backends"))
+        self.controls["pairings"].layout = widgets.Layout(width="100%", flex_flow="row wrap")
         for name in ("batch_size", "num_speculative_tokens"):
             slider = widgets.SelectionSlider(
                 options=explorer.values(name), value=getattr(choice, name), description=TITLES[name]
@@ -121,7 +147,9 @@ class ExplorerWidget(widgets.VBox):
         self.export.on_click(self._export)
 
     def _add(self, name: str, control: Any) -> None:
-        control.layout, control.style = widgets.Layout(**_WIDE), {"description_width": "84px"}
+        control.layout = widgets.Layout(**_WIDE)
+        if hasattr(control, "style"):
+            control.style = {"description_width": "84px"}
         control.observe(self._changed, "value")
         self.controls[name] = control
 

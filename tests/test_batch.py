@@ -111,7 +111,7 @@ def test_what_is_timed_runs_one_at_a_time(tmp_path, monkeypatch):
         time.sleep(0.15)
         running.remove(source.stem)
         out_dir.mkdir(parents=True)
-        (out_dir / "run.json").write_text('{"parameters": {}, "notebook": "x"}')
+        (out_dir / "run.json").write_text('{"parameters": {}}')
         return Verdict(source.stem, "ok", 0.1)
 
     monkeypatch.setattr(module, "run_notebook", run_notebook)

@@ -26,7 +26,7 @@ NOTEBOOKS = sorted(path.stem for path in paths.NOTEBOOKS.glob("*.ipynb"))
 KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}
 SWEEP = """from labkit.sweep import run_sweep
 
-points = [{"context_len": n, "sleep_s": 0.4} for n in range(1, 11)]
+points = [{"context_len": n, "batch_size": 1, "sleep_s": 0.7} for n in range(1, 11)]
 result = run_sweep(points, "tests.sweep_points:measure", experiment="loop", out_dir="runs")
 print("complete:", result.complete, result.counts)"""
 # One control per line: the keys that move it, from the state that the lines before left.
@@ -34,7 +34,7 @@ CONTROLS = {
     "context_len": "ArrowRight",
     "num_speculative_tokens": "ArrowLeft",
     "batch_size": "ArrowRight",
-    "pairings": "ArrowDown",
+    "pairings": "Space",
     "workload": "ArrowDown",
     "baseline": "ArrowDown",
     "acceptance": "ArrowDown",
@@ -158,7 +158,7 @@ class Explorer:
         raise AssertionError("the picture never settles")
 
     def handle(self, name: str):
-        return self.page.locator(f".labkit-{name}").locator("select, .noUi-handle").first
+        return self.page.locator(f".labkit-{name}").locator("select, .noUi-handle, input[type=checkbox]").first
 
     def change(self, name: str, key: str) -> float:
         """Press a key on a control; ms until the picture is another one."""
@@ -274,10 +274,10 @@ def test_keyboard_alone_reaches_everything_and_exports(browser, lab, folder):
     explorer = Explorer(tab)
     explorer.handle("gpu").focus()
     reached = set()
-    for _ in range(40):
+    for _ in range(90):
         reached |= set(
             tab.page.evaluate(
-                "() => [...(document.activeElement.closest('[class*=labkit-]')?.classList ?? [])]"
+                "() => [...(document.activeElement.closest('[class*=labkit-]:not(.labkit-explorer)')?.classList ?? [])]"
                 ".filter((name) => name.startsWith('labkit-'))"
             )
         )
