@@ -29,24 +29,30 @@ SWEEP = """from labkit.sweep import run_sweep
 points = [{"context_len": n, "batch_size": 1, "sleep_s": 0.7} for n in range(1, 11)]
 result = run_sweep(points, "tests.sweep_points:measure", experiment="loop", out_dir="runs")
 print("complete:", result.complete, result.counts)"""
-# One control per line: the keys that move it, from the state that the lines before left.
-CONTROLS = {
-    "context_len": "ArrowRight",
-    "num_speculative_tokens": "ArrowLeft",
-    "batch_size": "ArrowRight",
-    "pairings": "Space",
-    "workload": "ArrowDown",
-    "baseline": "ArrowDown",
-    "acceptance": "ArrowDown",
-    "length": "ArrowRight",
-    "bounds": "ArrowRight",
-    "context_range": "ArrowRight",
-    "kv_dtype": "ArrowUp",
-    "weight_dtype": "ArrowUp",
-    "drafter": "ArrowDown",
-    "target": "ArrowUp",
-    "gpu": "ArrowUp",
-}
+# A control and the key that moves it, from the state that the lines before left.
+PRESSES = (
+    ("context_len", "ArrowRight"),
+    ("num_speculative_tokens", "ArrowLeft"),  # to 4, which only the other device has: it says so
+    ("num_speculative_tokens", "ArrowLeft"),
+    ("batch_size", "ArrowRight"),
+    ("pairings", "Space"),
+    ("workload", "ArrowDown"),
+    ("baseline", "ArrowDown"),
+    ("acceptance", "ArrowDown"),
+    ("length", "ArrowLeft"),
+    ("bounds", "ArrowLeft"),
+    ("context_range", "ArrowRight"),
+    ("kv_dtype", "ArrowDown"),
+    ("kv_dtype", "ArrowUp"),
+    ("weight_dtype", "ArrowDown"),
+    ("weight_dtype", "ArrowUp"),
+    ("drafter", "ArrowDown"),
+    ("drafter", "ArrowUp"),
+    ("target", "ArrowDown"),
+    ("target", "ArrowUp"),
+    ("gpu", "ArrowUp"),
+)
+CONTROLS = {name for name, _ in PRESSES}
 
 
 @pytest.fixture(scope="module")
@@ -243,17 +249,17 @@ def test_pointer_reads_a_point_and_brush_narrows_the_crossings(explorer):
 
 
 def test_every_control_changes_the_picture(explorer):
-    waits = {}
-    for name, key in CONTROLS.items():
-        waits[name] = explorer.change(name, key)
+    waits = []
+    for name, key in PRESSES:
+        waits.append((name, key, explorer.change(name, key)))
     explorer.tab.shot("explorer_controls")
-    # No H200 in this mixture: it says so, and what there is instead.
+    # The other device never ran this target: it says so, and what there is instead.
     assert "Nothing to draw" in explorer.text("readout")
     assert "was not measured" in explorer.text("readout")
     SHOTS.mkdir(parents=True, exist_ok=True)
     (SHOTS / "explorer_waits_ms.json").write_text(json.dumps(waits, indent=1))
     # The aim is 300 ms on two idle cores; this machine may be busy, and a press is seen by polling.
-    assert statistics.median(waits.values()) < 1500
+    assert statistics.median(wait for *_, wait in waits) < 1500
 
 
 def test_a_kernel_that_restarts_brings_the_explorer_back(explorer):
@@ -321,6 +327,7 @@ def test_a_sweep_from_a_cell_shows_progress_stops_and_resumes(browser, lab):
     cells = tab.finished()
     assert [text.split(":")[0] for text in errors(cells)] == ["KeyboardInterrupt"]
     assert "run again to resume" in printed(cells)
+    tab.page.wait_for_timeout(1500)  # the kernel aborts what follows an error at once
     tab.run_all()
     tab.page.wait_for_function("() => document.querySelector('.jp-OutputArea').innerText.includes('complete: True')")
     cells = tab.cells()
