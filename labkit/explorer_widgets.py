@@ -39,8 +39,8 @@ TITLES = {
     **{"workload": "text", "baseline": "baseline", "batch_size": "batch", "num_speculative_tokens": "k"},
 }
 _WIDE = {"width": "auto", "min_width": "230px", "flex": "1 1 230px"}
-# JupyterLab takes arrows and letters as commands of its own, and a canvas of ipympl never lets go of the Tab key. So the
-# explorer's keys are kept from JupyterLab, and Tab goes past the canvas (what it does, the range slider does too).
+# JupyterLab takes arrows and letters as commands of its own, and a canvas of ipympl never lets go of the Tab key. So
+# the explorer's keys are kept from JupyterLab, and Tab goes past the canvas (what it does, the range slider does too).
 KEYBOARD = """window.labkitKeyboard ??= setInterval(() => {
   document.querySelectorAll('.labkit-explorer:not([data-lm-suppress-shortcuts])').forEach((part) => {
     part.dataset.lmSuppressShortcuts = 'true';

@@ -218,6 +218,10 @@ def _draw_acceptance(ax: Axes, cells: pd.DataFrame, labels: Mapping[str, str] | 
         fine, (middle,) = interpolate(x, rows, [column])
         if origin.note in ("imposed", "published", "cited"):
             ax.plot(fine, middle, color=INK, linewidth=1.0, linestyle=origin.linestyle)
+            for end in ("low", "high"):
+                if (rows[f"{column}_{end}"] != rows[column]).any():
+                    bound = interpolate(x, rows, [f"{column}_{end}"])[1][0]
+                    ax.plot(fine, bound, color=INK, linewidth=0.5, linestyle=_DOTTED, **_GUIDE)
             ends.add(x[-1], y[-1], f"{origin.note} {y[-1]:.3g}", color=INK)
             continue
         ax.plot(fine, middle, color=INK, linewidth=0.7, zorder=2.2)
