@@ -13,7 +13,7 @@ from labkit import __version__
 from labkit.errors import BackendUnavailable, InputError, Unsupported
 
 FINDING, BAD_INPUT, INTERRUPTED = 1, 2, 130
-EXPERIMENTS = ("attention", "acceptance", "loop")
+EXPERIMENTS = ("attention", "step", "acceptance", "loop")
 
 
 class _Parser(argparse.ArgumentParser):

@@ -69,7 +69,7 @@ def forward_flops(model: ModelShape, *, batch_size: int, q_len: int, context_len
     """
     shape = attention_shape(model, batch_size=batch_size, q_len=q_len, context_len=context_len, weight_dtype="bfloat16")
     weights = model.num_linear_parameters + model.vocab_size * model.hidden_size
-    return 2 * weights * batch_size * q_len + model.num_layers * attention_flops(shape)
+    return 2 * weights * batch_size * q_len + model.num_attention_layers * attention_flops(shape)
 
 
 def forward_bytes(model: ModelShape, *, weight_dtype: str, **call: Any) -> int:
@@ -80,7 +80,7 @@ def forward_bytes(model: ModelShape, *, weight_dtype: str, **call: Any) -> int:
     Not counted: activations between operations (they stay in cache), logits, the single embedding rows looked up.
     """
     shape = attention_shape(model, weight_dtype=weight_dtype, **call)
-    return model.weight_bytes_read(weight_dtype) + model.num_layers * attention_bytes(shape)
+    return model.weight_bytes_read(weight_dtype) + model.num_attention_layers * attention_bytes(shape)
 
 
 def floor_ms(num_bytes: float, read_gb_per_s: float, *, flops: float = 0.0, tflops_per_s: float | None = None) -> float:

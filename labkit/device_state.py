@@ -1,6 +1,6 @@
 """The device's clock, power and throttling at the moment of reading, by NVML where it is installed."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class DeviceState(NamedTuple):
@@ -22,11 +22,8 @@ def device_state(device: str) -> DeviceState:
         import pynvml
     except ImportError:
         return UNKNOWN
-    import torch
-
     try:
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        handle = _handle(device)
         clock = float(pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM))
         power = pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3
         reasons = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
@@ -37,3 +34,23 @@ def device_state(device: str) -> DeviceState:
         "power brake": pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown,
     }
     return DeviceState(clock, power, ", ".join(name for name, bits in slow.items() if reasons & bits))
+
+
+def energy_j(device: str) -> float | None:
+    """Joules that the device has used since its driver was loaded; None where NVML does not tell."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(_handle(device))) / 1e3
+    except pynvml.NVMLError:
+        return None
+
+
+def _handle(device: str) -> Any:
+    import pynvml
+    import torch
+
+    pynvml.nvmlInit()
+    return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")

@@ -26,7 +26,8 @@ def loop_rows(step_rows: pd.DataFrame) -> pd.DataFrame:
     """Rows of `labkit.step_costs.step_costs` from forwards: per round one row for each draft length of each cell.
 
     Cells: every verify backend, every k = q_len - 1 that it verified, with drafting free (drafter `FREE`) and, for each
-    drafter whose forwards were measured in the group, with its cost. A step drafts j tokens by ``draft_extend`` over
+    drafter whose forwards were measured in the group, with its cost: on the verify backend where it was measured there,
+    else on each of its backends. A step drafts j tokens by ``draft_extend`` over
     the tokens of the last step (q_len j+1, or the one length measured), which gives the first draft, and j-1 ``draft``
     forwards of one token; by j of these where no extend was measured; or by one ``draft`` forward of q_len j+1 (a
     block). A step without a draft is the decode forward of the same backend and costs no drafting. Rows with a shared
@@ -81,8 +82,10 @@ def _drafted(free: pd.DataFrame, forwards: pd.DataFrame) -> list[pd.DataFrame]:
     for key, own in drafts.groupby(["drafter", "backend"]):
         drafter, backend = map(str, key)
         times = own.groupby([*UNIT, "phase", "q_len"])["forward_ms"].median().unstack(["phase", "q_len"])
-        measured = [(str(phase), int(q_len)) for phase, q_len in times.columns]
-        for j, steps in free.groupby("num_drafted_tokens"):
+        measured = list(own[["phase", "q_len"]].drop_duplicates().itertuples(index=False, name=None))
+        # One engine flag moves verify and drafter together, so a drafter is paired with its own backend where it can.
+        alone = ~free["verify_backend"].isin(drafts.loc[drafts["drafter"] == drafter, "backend"])
+        for j, steps in free[alone | (free["verify_backend"] == backend)].groupby("num_drafted_tokens"):
             plan = draft_forwards(measured, int(str(j)))
             if plan is None:
                 continue

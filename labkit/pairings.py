@@ -67,6 +67,31 @@ def measured_pairings(step_rows: pd.DataFrame) -> list[Pairing]:
     return found
 
 
+def drafter_rows(rows: pd.DataFrame, pairing: Pairing, drafter: str) -> pd.DataFrame:
+    """The drafter's forwards as the pairing runs them: draft on its decode and draft_extend on its verify backend.
+
+    One engine flag moves all roles. `backend` then names both. Works on step rows and on `forward_table`. No rows for
+    the drafter `FREE`. Raises InputError: a phase of this drafter was not measured on the pairing's backend.
+    """
+    own = rows[rows["phase"].isin(("draft", "draft_extend")) & (rows["drafter"] == drafter)]
+    wanted = own["phase"].map({"draft": pairing.decode_backend, "draft_extend": pairing.verify_backend})
+    found = own[own["backend"] == wanted]
+    if missing := sorted(set(own["phase"]) - set(found["phase"])):
+        raise InputError(f"{drafter}: {' and '.join(missing)} not measured on the backends of {pairing.label}")
+    if own.empty and drafter != FREE:
+        raise InputError(f"drafter: none of the step rows is of {drafter!r}")
+    return found.assign(backend=" + ".join(dict.fromkeys(found.sort_values("phase")["backend"])))
+
+
+def is_measured(step_rows: pd.DataFrame, pairing: Pairing, num_speculative_tokens: int) -> bool:
+    """Whether some group holds the pairing's decode forward and its verify forward of k+1 tokens."""
+    rows = step_rows[step_rows["status"] == "ok"]
+    decode = rows[(rows["phase"] == "decode") & (rows["backend"] == pairing.decode_backend)]
+    verify = rows[(rows["phase"] == "verify") & (rows["backend"] == pairing.verify_backend)]
+    verify = verify[verify["q_len"] == num_speculative_tokens + 1]
+    return bool(verify["group"].isin(decode["group"]).any())
+
+
 def pairing_cells(
     step_rows: pd.DataFrame,
     pairing: Pairing,
@@ -80,17 +105,15 @@ def pairing_cells(
 
     baseline : "fastest" plain decode of each cell, or "own": the pairing's decode backend.
 
-    The cells also have label, step_ms and decode_ms (medians over rounds). Raises InputError: the pairing was not
-    measured at this k, or the length exceeds k+1.
+    The cells also have label, step_ms and decode_ms (medians over rounds). Raises InputError: pairing or drafter
+    was not measured at this k, or the length exceeds k+1.
     """
     k, phase, backend = num_speculative_tokens, step_rows["phase"], step_rows["backend"]
     decode = (phase == "decode") & ((backend == pairing.decode_backend) | (baseline == "fastest"))
     verify = (phase == "verify") & (backend == pairing.verify_backend) & (step_rows["q_len"] == k + 1)
-    draft = phase.isin(("draft", "draft_extend")) & (step_rows["drafter"] == drafter)
-    ok = step_rows["status"] == "ok"
-    if not (verify & ok).any() or not (decode & ok).any():
+    if not is_measured(step_rows, pairing, k):
         raise InputError(f"pairings: {pairing.label} was not measured at k = {k}")
-    frame = loop_rows(step_rows[decode | verify | draft])
+    frame = loop_rows(pd.concat([step_rows[decode | verify], drafter_rows(step_rows, pairing, drafter)]))
     frame = frame[(frame["arm"] == "plain") | (frame["drafter"] == drafter)]
     result = breakeven(
         frame, acceptance_length, baseline="fastest" if baseline == "fastest" else pairing.decode_backend

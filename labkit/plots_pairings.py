@@ -16,7 +16,7 @@ from labkit.curves import crossing_text
 from labkit.errors import InputError
 from labkit.forward_costs import FREE
 from labkit.labels import EndLabels, Notes
-from labkit.pairings import Pairing, measured_pairings, pairing_cells
+from labkit.pairings import Pairing, is_measured, measured_pairings, pairing_cells
 from labkit.plots_step import COMPONENT_OF, COMPONENTS, MAX_PAIRS, default_k, describe
 from labkit.step_table import PARTS, Sidecars, forward_table, one_setting
 from labkit.style import (
@@ -59,22 +59,29 @@ def figure_pairings(
             raise InputError(f"step rows: one figure holds one {name}; select one first")
     k = default_k(step_rows) if num_speculative_tokens is None else num_speculative_tokens
     pairings = list(pairings or measured_pairings(step_rows)[:MAX_PAIRS])
-    dtypes = sorted(step_rows.loc[step_rows["status"] == "ok", "kv_dtype"].unique())
-    figure = new_figure(width_in, 1.2 + 2.2 * len(dtypes))
-    axes = figure.subplots(len(dtypes), 2, squeeze=False, sharex=True)
+    measured = {
+        str(dtype): [pairing for pairing in pairings if is_measured(rows, pairing, k)]
+        for dtype, rows in step_rows.groupby("kv_dtype")
+    }
+    measured = {dtype: own for dtype, own in measured.items() if own}
+    if not measured:
+        raise InputError(f"pairings: none of {', '.join(p.label for p in pairings)} was measured at k = {k}")
+    figure = new_figure(width_in, 1.2 + 2.2 * len(measured))
+    axes = figure.subplots(len(measured), 2, squeeze=False, sharex=True, sharey="col")
     styles = series_styles([pairing.label for pairing in pairings])
-    for row, dtype in enumerate(dtypes):
+    for row, (dtype, own) in enumerate(measured.items()):
         rows = step_rows[step_rows["kv_dtype"] == dtype]
         options: dict[str, Any] = {"num_speculative_tokens": k, "acceptance_length": acceptance_length}
         curves = [
             (pairing, *pairing_cells(rows, pairing, drafter=drafter, **options), pairing_cells(
                 rows, pairing, drafter=drafter, baseline="own", **options)[0])
-            for pairing in pairings
+            for pairing in own
         ]  # fmt: skip
         _draw_times(axes[row][0], curves, styles)
         _draw_ratios(axes[row][1], curves, styles, acceptance_length)
-        axes[row][0].set_title(f"{dtype} KV" if len(dtypes) > 1 else "")
-        for ax in axes[row] if row < len(dtypes) - 1 else ():
+        missing = ", ".join(pairing.label for pairing in pairings if pairing not in own)
+        axes[row][0].set_title(f"{dtype} KV" + (f" (not measured: {missing})" if missing else ""))
+        for ax in axes[row] if row < len(measured) - 1 else ():
             ax.set_xlabel("")
     add_header(figure, title, _subtitle(step_rows, k, acceptance_length, drafter, pairings))
     solid, dashed = _line(1.4), _line(0.9, linestyle=_DASHED)
@@ -93,7 +100,7 @@ def _line(width: float, **look: Any) -> Line2D:
 def _subtitle(
     step_rows: pd.DataFrame, k: int, acceptance_length: float, drafter: str, pairings: Sequence[Pairing]
 ) -> str:
-    table = one_setting(forward_table(step_rows))
+    table = forward_table(one_setting(step_rows))
     if step_rows["kv_dtype"].nunique() > 1:
         table = table.assign(kv_dtype=" and ".join(sorted(step_rows["kv_dtype"].dropna().unique())))
     return " · ".join(
@@ -171,7 +178,7 @@ def ladder_table(
 
     Raises InputError: fewer than two backends with a profile at the cell.
     """
-    table = one_setting(forward_table(step_rows, sidecars))
+    table = forward_table(one_setting(step_rows), sidecars)
     q_len = default_k(step_rows) + 1 if q_len is None else q_len
     rows = table[(table["phase"] == "verify") & (table["q_len"] == q_len) & table["residual_ms"].notna()]
     counts = rows.groupby("context_len")["backend"].nunique()
@@ -234,7 +241,7 @@ def figure_step_ladder(step_rows: pd.DataFrame, *, width_in: float = TEXT_WIDTH_
         (Patch(facecolor=COMPONENTS[name], linewidth=0), name) for name in COMPONENTS if name in drawn
     ]
     if np.isfinite(first["floor_ms"]):
-        entries.append((Line2D([], [], color="0.0", linewidth=1.2), "floor: weights, keys and values read once"))
+        entries.append((Line2D([], [], color="0.0", linewidth=1.2), "floor: weights, states, keys and values once"))
     add_legend(figure, entries)
     freeze_layout(figure)
     return figure

@@ -15,7 +15,7 @@ from matplotlib.patches import Patch
 from labkit.canvas import add_header, add_legend, freeze_layout, new_figure
 from labkit.errors import InputError
 from labkit.forward_costs import FREE, draft_forwards
-from labkit.pairings import Pairing, measured_pairings, pairing_cells
+from labkit.pairings import Pairing, drafter_rows, measured_pairings, pairing_cells
 from labkit.step_table import PARTS, Sidecars, forward_table, one_setting
 from labkit.style import INK, MUTED, NOTE_SIZE, TEXT_WIDTH_IN, format_tokens, styled, text_color
 
@@ -76,7 +76,7 @@ def step_parts(
         parts = {component: float(np.nan_to_num(row[part])) for part, component in COMPONENT_OF.items()}
         found[name] = parts | {RESIDUAL: float(row["residual_ms"]), "total": float(row["forward_ms"])}
     if drafter != FREE:
-        own = here[here["drafter"] == drafter]
+        own = drafter_rows(here, pairing, drafter)
         plan = draft_forwards(list(zip(own["phase"], own["q_len"], strict=True)), k)
         if plan is None:
             raise InputError(f"{drafter}: its forwards for {k} drafts were not measured at context {context_len:g}")
@@ -126,8 +126,8 @@ def figure_step_parts(
 
     Raises InputError: nothing to draw, or a forward that was not measured.
     """
-    table = one_setting(forward_table(step_rows, sidecars))
-    step_rows = _of_setting(step_rows, table)
+    step_rows = one_setting(step_rows)
+    table = forward_table(step_rows, sidecars)
     k = default_k(step_rows) if num_speculative_tokens is None else num_speculative_tokens
     pairings = list(pairings or measured_pairings(step_rows)[:MAX_PAIRS])
     options: dict[str, Any] = {"num_speculative_tokens": k, "drafter": drafter}
@@ -143,9 +143,10 @@ def figure_step_parts(
     for ax, context in zip(axes, contexts, strict=True):
         for place, pairing in enumerate(pairings):
             cell = cells[(cells["label"] == pairing.label) & (cells["context_len"] == context)].iloc[0]
+            parts = step_parts(table, pairing, context_len=context, **options)
             # Where two backends tie for the fastest, their names are joined; either is the baseline.
-            decoder = str(cell["decode_backend"]).partition("|")[0]
-            parts = step_parts(table, replace(pairing, decode_backend=decoder), context_len=context, **options)
+            decoder = replace(pairing, decode_backend=str(cell["decode_backend"]).partition("|")[0])
+            parts["plain"] = step_parts(table, decoder, context_len=context, num_speculative_tokens=k)["plain"]
             drawn |= _draw_pair(ax, place, parts)
             _draw_line(ax, place, acceptance_length * parts["plain"]["total"], parts["speculative"]["total"], cell)
         _finish(ax, context, pairings)
@@ -164,14 +165,6 @@ def figure_step_parts(
     add_legend(figure, entries)
     freeze_layout(figure)
     return figure
-
-
-def _of_setting(step_rows: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
-    first = table.iloc[0]
-    keep = pd.Series(True, index=step_rows.index)
-    for name in ("gpu", "target", "batch_size", "weight_dtype", "kv_dtype"):
-        keep &= step_rows[name] == first[name]
-    return step_rows[keep]
 
 
 def _spread_contexts(cells: pd.DataFrame, num_pairings: int) -> list[float]:

@@ -142,6 +142,10 @@ class ModelShape:
     `qk_norm` adds one RMSNorm of `head_dim` weights to q and to k in every layer; `qkv_bias` a bias to the q, k and v
     projections. `source` cites where the numbers were read.
 
+    A hybrid has full attention in every `full_attention_interval`-th layer only; the others are gated-delta layers of
+    `num_delta_value_heads` states of `delta_head_dim` squared. `rotary_dim` elements of a head are rotated;
+    `output_gate` doubles the q projection by a gate on the attention's output.
+
     Raises
     ------
     InputError
@@ -162,31 +166,71 @@ class ModelShape:
     tied_embeddings: bool
     qk_norm: bool = False
     qkv_bias: bool = False
+    full_attention_interval: int = 1
+    num_delta_key_heads: int = 0
+    num_delta_value_heads: int = 0
+    delta_head_dim: int = 0
+    rotary_dim: int = 0  # 0: all of head_dim
+    output_gate: bool = False
     source: str = ""
 
     def __post_init__(self) -> None:
         sizes = {field.name: getattr(self, field.name) for field in fields(self) if field.type in (int, "int")}
+        may_be_zero = {name: sizes.pop(name) for name in list(sizes) if "delta" in name or name == "rotary_dim"}
+        if self.full_attention_interval == 1:
+            _at_least(0, **may_be_zero)
+        else:
+            _at_least(1, **may_be_zero)
+            _divides(self.num_delta_value_heads, self.num_delta_key_heads)
         _at_least(1, **sizes)
         _divides(self.num_qo_heads, self.num_kv_heads)
 
     @property
+    def num_attention_layers(self) -> int:
+        """Layers with full attention, and so with a KV cache."""
+        return self.num_layers // self.full_attention_interval
+
+    @property
+    def num_delta_layers(self) -> int:
+        """Gated-delta layers, whose state does not grow with the context."""
+        return self.num_layers - self.num_attention_layers
+
+    @property
+    def delta_channels(self) -> int:
+        """Channels of q, k and v of a gated-delta layer, which pass its convolution."""
+        return (2 * self.num_delta_key_heads + self.num_delta_value_heads) * self.delta_head_dim
+
+    @property
+    def delta_state_bytes(self) -> int:
+        """Bytes of the float32 states of one request over all gated-delta layers."""
+        return 4 * self.num_delta_layers * self.num_delta_value_heads * self.delta_head_dim**2
+
+    @property
     def num_linear_parameters(self) -> int:
-        """Weights of the matrices inside the layers. Not counted: embedding, output head, norms, biases."""
+        """Weights of the matrices inside the layers.
+
+        Not counted: embedding, output head, norms, biases, and a gated-delta layer's two gates and convolution.
+        """
         q_width = self.num_qo_heads * self.head_dim
         kv_width = self.num_kv_heads * self.head_dim
-        attention = self.hidden_size * 2 * (q_width + kv_width)
-        return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+        attention = self.hidden_size * ((2 + self.output_gate) * q_width + 2 * kv_width)
+        value_width = self.num_delta_value_heads * self.delta_head_dim
+        delta = self.hidden_size * (self.delta_channels + 2 * value_width)
+        mlp = self.num_layers * 3 * self.hidden_size * self.intermediate_size
+        return self.num_attention_layers * attention + self.num_delta_layers * delta + mlp
 
     @property
     def num_parameters(self) -> int:
         """All stored parameters; a tied output head is counted once, with the embedding."""
-        per_layer = 2 * self.hidden_size
-        if self.qk_norm:
-            per_layer += 2 * self.head_dim
+        per_attention = 2 * self.head_dim if self.qk_norm else 0
         if self.qkv_bias:
-            per_layer += (self.num_qo_heads + 2 * self.num_kv_heads) * self.head_dim
+            per_attention += (self.num_qo_heads + 2 * self.num_kv_heads) * self.head_dim
+        # Per delta layer: two gates of a column per value head, their rates and biases, the convolution, a norm.
+        per_delta = 2 * self.num_delta_value_heads * (self.hidden_size + 1) + 4 * self.delta_channels
+        per_delta += self.delta_head_dim
         num_tables = 1 if self.tied_embeddings else 2
-        rest = self.num_layers * per_layer + self.hidden_size
+        rest = self.num_attention_layers * per_attention + self.num_delta_layers * per_delta
+        rest += (2 * self.num_layers + 1) * self.hidden_size
         return num_tables * self.vocab_size * self.hidden_size + self.num_linear_parameters + rest
 
     def weight_bytes(self, dtype: str) -> int:
@@ -202,7 +246,7 @@ class ModelShape:
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Bytes of K and V over all layers for one token. Not counted: scales of a quantised cache."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes(dtype)
+        return 2 * self.num_attention_layers * self.num_kv_heads * self.head_dim * dtype_bytes(dtype)
 
 
 def _parse(row: dict[str, str]) -> ModelShape:

@@ -14,10 +14,11 @@ import pandas as pd
 from labkit.curves import crossing_text
 from labkit.errors import InputError
 from labkit.forward_costs import FREE
-from labkit.pairings import Pairing, measured_pairings, pairing_cells
+from labkit.pairings import Pairing, is_measured, measured_pairings, pairing_cells
 from labkit.plots_step import default_k, step_parts
+from labkit.rows import listed
 from labkit.step_heldout import MEDIAN_LIMIT, WORST_LIMIT, HeldOut
-from labkit.step_table import CLOSURE_LIMIT, forward_table, one_setting
+from labkit.step_table import CLOSURE_LIMIT, Sidecars, forward_table, one_setting
 from labkit.style import format_tokens
 
 PUBLISHED_CONTEXT = 120 * 1024
@@ -35,6 +36,7 @@ def one_target(step_rows: pd.DataFrame, target: str = "", batch_size: int = 1) -
 
     Raises InputError: no rows of the target at the batch size.
     """
+    step_rows = step_rows[step_rows["status"] == "ok"] if len(step_rows) else step_rows
     if step_rows.empty:
         return step_rows
     counts = step_rows["target"].value_counts()
@@ -79,7 +81,7 @@ def story_table(
     k = default_k(step_rows) if num_speculative_tokens is None else num_speculative_tokens
     records = []
     for dtype, rows in step_rows[step_rows["status"] == "ok"].groupby("kv_dtype"):
-        table = one_setting(forward_table(rows))
+        table = forward_table(one_setting(rows))
         for context in sorted(table["context_len"].unique()):
             options: dict[str, Any] = {"context_len": context, "num_speculative_tokens": k, "drafter": drafter}
             try:
@@ -100,6 +102,7 @@ def story_table(
 def step_answer(
     step_rows: pd.DataFrame,
     *,
+    sidecars: Sidecars | None = None,
     closure: pd.DataFrame | None = None,
     heldout: HeldOut | None = None,
     acceptance_lengths: Sequence[float] = PUBLISHED_LENGTHS,
@@ -109,20 +112,17 @@ def step_answer(
 
     acceptance_lengths : imposed; by default the two that the published speeds imply.
 
-    Raises InputError as `story_table`; without any row a sentence says so.
+    Where the rows do not hold the comparison, a sentence says so.
     """
-    if step_rows.empty:
+    if not (step_rows["status"] == "ok").any():
         return "Where does the step go? Unknown: no step data is there yet (`labkit run step` measures it)."
-    k, pairings = default_k(step_rows), compared_pairings(step_rows)
-    first = step_rows[step_rows["status"] == "ok"].iloc[0]
-    lines = [f"Where does the step go on {first['gpu']} for {first['target']}, batch {first['batch_size']}, k = {k}?"]
-    for dtype, rows in story_table(step_rows, pairings=pairings, drafter=drafter).groupby("kv_dtype"):
-        lines += _ratio_lines(rows, str(dtype), *pairings)
-        here = step_rows[step_rows["kv_dtype"] == dtype]
-        for pairing in pairings:
-            for baseline, against in (("own", "its own plain decode"), ("fastest", "the fastest plain decode")):
-                found = [_crossing(here, pairing, k, length, drafter, baseline) for length in acceptance_lengths]
-                lines.append(f"- {dtype} KV, {pairing.label}, against {against}: {'; '.join(found)}.")
+    about = ", ".join(listed(step_rows, name) for name in ("gpu", "target"))
+    lines = [f"Where does the step go on {about}, batch {listed(step_rows, 'batch_size')}?"]
+    try:
+        lines += _story_lines(step_rows, acceptance_lengths, drafter)
+    except InputError as error:
+        lines.append(f"- The published comparison is not in these rows: {error}.")
+    lines += _floor_lines(step_rows, sidecars)
     for row in [] if closure is None else closure.to_dict("records"):
         what = f"- Closure of {row['target']} at batch {row['batch_size']}, {row['check']}: residual"
         how = f"{row['median_residual']:.1%} median, {row['worst_residual']:.1%} worst"
@@ -134,21 +134,56 @@ def step_answer(
     return "\n".join(lines)
 
 
-def _ratio_lines(rows: pd.DataFrame, dtype: str, slow: Pairing, fast: Pairing) -> list[str]:
+def _story_lines(step_rows: pd.DataFrame, acceptance_lengths: Sequence[float], drafter: str) -> list[str]:
+    k, pairings, lines = default_k(step_rows), compared_pairings(step_rows), []
+    story = story_table(step_rows, pairings=pairings, drafter=drafter)
+    for dtype, here in step_rows.groupby("kv_dtype"):
+        rows = story[story["kv_dtype"] == dtype]
+        lines += _ratio_lines(rows, f"k = {k}, {dtype} KV", *pairings) if len(rows) else []
+        for pairing in pairings:
+            if not is_measured(here, pairing, k):
+                lines.append(f"- {dtype} KV, {pairing.label}: not measured at k = {k}.")
+                continue
+            for baseline, against in (("own", "its own plain decode"), ("fastest", "the fastest plain decode")):
+                found = [_crossing(here, pairing, k, length, drafter, baseline) for length in acceptance_lengths]
+                lines.append(f"- {dtype} KV, {pairing.label}, against {against}: {'; '.join(found)}.")
+    return lines
+
+
+def _floor_lines(step_rows: pd.DataFrame, sidecars: Sidecars | None) -> list[str]:
+    """The fastest plain decode at the longest context beside its floor, per KV dtype; none without a bandwidth."""
+    table = forward_table(step_rows, sidecars)
+    decode, lines = table[(table["phase"] == "decode") & table["over_floor"].notna()], []
+    for dtype, rows in decode.groupby("kv_dtype"):
+        rows = rows[rows["context_len"] == rows["context_len"].max()]
+        best = rows.loc[rows["forward_ms"].idxmin()]
+        where = (
+            f"- {dtype} KV at {format_tokens(best['context_len'])}: the fastest plain decode ({best['backend']}) takes"
+        )
+        share = f"its floor of {best['floor_ms']:,.3g} ms is {1 / best['over_floor']:.0%} of that"
+        lines.append(f"{where} {best['forward_ms']:,.3g} ms; {share}.")
+    return lines
+
+
+def _ratio_lines(rows: pd.DataFrame, setting: str, slow: Pairing, fast: Pairing) -> list[str]:
     """The step ratio nearest to the published context beside the published one, and what dilutes it."""
     near = rows.iloc[(rows["context_len"] - PUBLISHED_CONTEXT).abs().argsort().iloc[0]]
     published = PUBLISHED_MS[0] / PUBLISHED_MS[1]
     share = near["step_ratio"] / published
-    claim = "the same" if 0.9 <= share <= 1.1 else "more here" if share > 1.1 else "less here"
+    claim = (
+        f"Published at 120K on another card: {PUBLISHED_MS[0]:g} and {PUBLISHED_MS[1]:g} ms, {published:.2g} times; "
+    )
+    claim += "the same." if 0.9 <= share <= 1.1 else "more here." if share > 1.1 else "less here."
+    if (slow.verify_backend, fast.verify_backend) != (SLOW, FAST):
+        claim = "The published pairings were not measured."
     context = format_tokens(near["context_len"])
     lines = [
-        f"- {dtype} KV at {context}: the step takes {near['slow_ms']:,.3g} ms with {slow.label} and "
-        f"{near['fast_ms']:,.3g} ms with {fast.label}: {near['step_ratio']:.2g} times. Published at 120K on another "
-        f"card: {PUBLISHED_MS[0]:g} and {PUBLISHED_MS[1]:g} ms, {published:.2g} times; {claim}."
+        f"- {setting} at {context}: the step takes {near['slow_ms']:,.3g} ms with {slow.label} and "
+        f"{near['fast_ms']:,.3g} ms with {fast.label}: {near['step_ratio']:.2g} times. {claim}"
     ]
     if pd.notna(near["attention_ratio"]):
         lines.append(
-            f"- {dtype} KV at {context}, why: target attention alone differs {near['attention_ratio']:.3g} times; "
+            f"- {setting} at {context}, why: target attention alone differs {near['attention_ratio']:.3g} times; "
             f"{near['rest_ms']:,.3g} ms of the slower step are not target attention and stay (layers that the pairing "
             f"does not touch, drafting, sampling, gaps). They are {near['rest_share']:.0%} of the faster step."
         )
@@ -171,7 +206,8 @@ def _crossing(
         return text + f", {_speedup(cells)}"
     low, high = PUBLISHED_CROSSING
     inside = any(low <= crossing["context_len"] <= high for crossing in found)
-    text += " and ".join(crossing_text(crossing, limits) for crossing in found)
+    claims = [crossing_text(crossing, limits) for crossing in found]
+    text += " and ".join(claim if claim.startswith("pays") else f"is {claim}" for claim in claims)
     return text + f" ({'as published' if inside else 'published'}: 20K to 25K), {_speedup(cells)}"
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 
 from labkit.errors import InputError
-from labkit.step_model import MIN_POINTS, fit_points, fit_step_models
+from labkit.step_model import EXTRAPOLATION, MIN_POINTS, fit_points, fit_step_models
 from labkit.step_terms import AXES, DTYPES, FIT_KEY, Sidecars
 
 SHARE = 1 / 3
@@ -53,7 +53,8 @@ def held_out(step_rows: pd.DataFrame, sidecars: Sidecars | None = None) -> HeldO
 
     Held out are always the longest context and, where there are several, the largest batch size. The third is taken
     from the rest, in order of batch, context and q_len, where the multiples of the golden ratio are smallest modulo 1:
-    evenly spread, without a random choice. It holds no point of either extreme, so both are extrapolated.
+    evenly spread, without a random choice. It holds no point of either extreme, so both are extrapolated. Points beyond
+    what the model extrapolates to (`EXTRAPOLATION`) are left out of both.
 
     Raises InputError as `fit_step_models`, and when no model has three times `MIN_POINTS` points.
     """
@@ -68,6 +69,8 @@ def held_out(step_rows: pd.DataFrame, sidecars: Sidecars | None = None) -> HeldO
         (model,) = fit_step_models(rows, sidecars)
         others = model_points.merge(fitted[cells], on=cells, how="left", indicator=True)
         others = others[others.pop("_merge") == "left_only"].rename(columns={"forward_ms": "measured_ms"})
+        for axis, factor in EXTRAPOLATION.items():  # refused by the model, so not predicted
+            others = others[others[axis] <= factor * fitted[axis].max()]
         predicted = model.predict(others)
         predicted["relative_error"] = predicted["forward_ms"] / predicted["measured_ms"] - 1
         longer = predicted["context_len"] > fitted["context_len"].max()

@@ -1,7 +1,7 @@
 """A fitted cost model of forwards: a sum of physical terms per GPU, target and backend, and predictions from it.
 
-    forward_ms = fixed + weight bytes / bandwidth + attention + tokens x time + tokens beyond the ridge x time
-                 + communication (fixed + tokens x time, fitted to communication_ms)
+    forward_ms = fixed + weight bytes / bandwidth + attention + state bytes / bandwidth + tokens x time
+                 + tokens beyond the ridge x time + communication (fixed + tokens x time, fitted to communication_ms)
 
 Attention is one of `labkit.step_terms.PATHS`: bytes over a bandwidth, or serial tiles by a tile time for kernels that
 do not fill the device. Coefficients are the non-negative least squares of the relative error. Weights of a single size
@@ -22,6 +22,7 @@ from labkit.intervals import generator, percentile_interval, student_spread
 from labkit.rows import ok_rows
 from labkit.step_terms import (
     AXES,
+    BEYOND_DECODE,
     DTYPES,
     FIT_KEY,
     PATHS,
@@ -37,6 +38,7 @@ from labkit.style import format_tokens
 
 EXTRAPOLATION = {"batch_size": 4.0, "q_len": 2.0, "context_len": 4.0}
 MIN_POINTS = 6
+UNITS = {"attention": "us per tile", BEYOND_DECODE: "us per GB"}
 TOLERANCE = 0.05  # of a bandwidth above the measured one, for noise
 JUMP = 0.10  # of the residual between neighbouring contexts
 
@@ -129,10 +131,11 @@ def fit_points(step_rows: pd.DataFrame) -> pd.DataFrame:
     needed = [*FIT_KEY, *DTYPES, *AXES, "phase", "run_id", "group", "round", "forward_ms"]
     rows = ok_rows(step_rows, "step", [*needed, "weight_bytes_read", "kv_bytes_read"])
     rows = without_shared_prefix(rows[rows["phase"].isin(("decode", "verify"))])
-    rows = rows.assign(communication_ms=rows["communication_ms"].fillna(0.0) if "communication_ms" in rows else 0.0)
+    extra = ("communication_ms", "state_bytes")  # null: none
+    rows = rows.assign(**{name: rows[name].fillna(0.0) if name in rows else 0.0 for name in extra})
     keys = [*FIT_KEY, *DTYPES, *AXES, "run_id", "group"]
     rounds = rows.groupby([*keys, "round"], dropna=False)["forward_ms"].median()
-    facts = rows.groupby(keys, dropna=False)[["weight_bytes_read", "kv_bytes_read", "communication_ms"]].median()
+    facts = rows.groupby(keys, dropna=False)[["weight_bytes_read", "kv_bytes_read", *extra]].median()
     per_round = rounds.groupby(level=list(range(len(keys))), dropna=False).agg(np.array).rename("rounds")
     table = facts.join(per_round).reset_index()
     return table.assign(forward_ms=[float(np.median(values)) for values in table["rounds"]])
@@ -171,23 +174,24 @@ def _resampled(points: pd.DataFrame, resamples: int, seed: int) -> np.ndarray:
             values = np.log(np.stack(list(alike["rounds"])))
             middle = np.median(values, axis=1, keepdims=True)
             spread = student_spread(length, resamples, rng, of_medians=True) if length > 1 else np.ones(resamples)
-            draws[alike.index] = np.exp(middle + spread * (np.median(values[:, chosen], axis=2) - middle))
+            deviations = spread * (np.median(values[:, chosen], axis=2) - middle)
+            draws[alike.index] = np.exp(middle + deviations.clip(-5, 5))  # wider than this says nothing more
     return draws
 
 
 def _terms(names: list[str], coefficients: np.ndarray, path: str) -> pd.DataFrame:
-    """Coefficients in the units that physics knows: ms, GB/s, us per token, us per tile."""
+    """Coefficients in the units that physics knows: ms, GB/s, us per token, per tile or per GB of keys and values."""
     records = []
     for name, values in zip(names, coefficients, strict=True):
         low, high = percentile_interval(values[1:], 0.95)
         record: dict[str, Any] = {"term": name, "ms_per_unit": values[0]}
-        if name == "weights" or (name == "attention" and path in PATHS[:2]):
+        if name in ("weights", "states") or (name == "attention" and path in (*PATHS[:2], PATHS[4])):
             with np.errstate(divide="ignore"):
                 value, low, high = (1e3 / np.array([values[0], high, low])).tolist()
             record |= {"unit": "GB/s", "value": value, "low": low, "high": high}
         else:
             ms = name in ("fixed", "fixed and weights", "communication, fixed")
-            unit = "ms" if ms else "us per tile" if name == "attention" else "us per token"
+            unit = "ms" if ms else UNITS.get(name, "us per token")
             factor = 1.0 if ms else 1e3
             record |= {"unit": unit, "value": values[0] * factor, "low": low * factor, "high": high * factor}
         records.append(record)
@@ -226,7 +230,7 @@ def _jumps(points: pd.DataFrame) -> list[str]:
 
 
 def model_table(models: Sequence[StepModel]) -> pd.DataFrame:
-    """The terms of all models, one row each, with the attention path, the worst residual and the findings of the model."""
+    """The terms of all models, one row each, with the attention path, worst residual and findings of the model."""
     tables = []
     for model in models:
         about = {"target": model.key["target"], "backend": model.key["backend"]}

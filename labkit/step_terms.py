@@ -14,7 +14,13 @@ from labkit.shapes import dtype_bytes, model_shapes
 FIT_KEY = ("gpu", "target", "backend", "linear_backend", "num_gpus", "launch_mode")
 DTYPES = ("weight_dtype", "kv_dtype")
 AXES = ("batch_size", "q_len", "context_len")
-PATHS = ("keys read once", "keys read per query token", "serial tiles, 8 splits", "serial tiles, no split")
+PATHS = (
+    *("keys read once", "keys read per query token", "serial tiles, 8 splits", "serial tiles, no split"),
+    "keys read once, verify on a slower path",
+)
+BEYOND_DECODE = "attention, verify beyond decode"
+# Programs per SM that run together where each query token has a small tile of its own, as in 8-split decode kernels.
+RESIDENT = 4
 RIDGES = (0, 32, 64, 128, 256)  # tokens; 0: no ridge
 TILE, SPLITS = 64, 8
 # A path that explains times as well as another must also be plausible: a bandwidth of at least this share of the read
@@ -35,6 +41,8 @@ class Facts:
     num_kv_heads: int
     num_layers: int
     read_gb_per_s: float
+    batch_varies: bool  # of one batch size the states cannot be told from fixed cost and tokens
+    state_bytes: float  # per request and state that is read or written: 1 + q_len of them in a forward
 
 
 def facts_of(key: Mapping[str, Any], points: pd.DataFrame, sidecars: Sidecars) -> Facts:
@@ -54,7 +62,8 @@ def facts_of(key: Mapping[str, Any], points: pd.DataFrame, sidecars: Sidecars) -
         layers = round(value / (2 * heads[1] * shape.head_dim * dtype_bytes(str(dtype))))
     rate, num_sms = (float(np.median(values)) if values else float("nan") for values in (rates, sms))
     weight_bytes, kv_bytes = ({str(k): float(v) for k, v in s.items()} for s in (weights, per_token))
-    return Facts(weight_bytes, kv_bytes, num_sms, *heads, layers, rate)
+    states = float((points["state_bytes"] / points["batch_size"] / (1 + points["q_len"])).median())
+    return Facts(weight_bytes, kv_bytes, num_sms, *heads, layers, rate, points["batch_size"].nunique() > 1, states)
 
 
 def term_columns(
@@ -65,14 +74,16 @@ def term_columns(
     tokens, kv_len = batch * q_len, context + q_len
     per_token = points["kv_dtype"].map(facts.kv_bytes_per_token).to_numpy(float)
     gigabytes = per_token * batch * kv_len / 1e9
-    if path == PATHS[0]:
+    if path in (PATHS[0], PATHS[4]):
         attention = gigabytes
     elif path == PATHS[1]:
         attention = gigabytes * q_len
+    elif path == PATHS[2]:
+        waves = np.ceil(batch * facts.num_kv_heads * SPLITS * q_len / (RESIDENT * facts.num_sms))
+        attention = facts.num_layers * np.ceil(kv_len / TILE / SPLITS) * waves
     else:
-        splits = SPLITS if path == PATHS[2] else 1
-        programs = batch * (facts.num_kv_heads * SPLITS if splits > 1 else facts.num_qo_heads) * np.ceil(q_len / TILE)
-        attention = facts.num_layers * np.ceil(kv_len / TILE / splits) * np.ceil(programs / facts.num_sms)
+        waves = np.ceil(batch * facts.num_qo_heads * np.ceil(q_len / TILE) / facts.num_sms)
+        attention = facts.num_layers * np.ceil(kv_len / TILE) * waves
     one = np.ones(len(points))
     columns: dict[str, np.ndarray] = {}
     if len(set(facts.weight_bytes.values())) > 1:
@@ -81,6 +92,10 @@ def term_columns(
     else:
         columns["fixed and weights"] = one
     columns |= {"attention": attention, "tokens": tokens}
+    if path == PATHS[4]:
+        columns[BEYOND_DECODE] = gigabytes * (q_len > 1)
+    if facts.state_bytes and facts.batch_varies:
+        columns["states"] = facts.state_bytes * batch * (1 + q_len) / 1e9
     if ridge:
         columns["tokens beyond the ridge"] = np.maximum(tokens - ridge, 0.0)
     if "communication_ms" not in points or (points["communication_ms"] > 0).any():
@@ -96,7 +111,7 @@ def structure(points: pd.DataFrame, facts: Facts) -> tuple[str, int]:
     tokens = points["batch_size"] * points["q_len"]
     ridges = [ridge for ridge in RIDGES if not ridge or tokens.min() <= ridge < tokens.max()]
     found = []
-    for path in PATHS if serial else PATHS[:2]:
+    for path in PATHS if serial else (*PATHS[:2], PATHS[4]):
         errors, values = [], []
         for ridge in ridges:
             columns = {k: v for k, v in term_columns(points, facts, path, ridge).items() if not k.startswith("comm")}
@@ -114,7 +129,7 @@ def structure(points: pd.DataFrame, facts: Facts) -> tuple[str, int]:
 
 
 def _plausible(path: str, ms_per_unit: float, facts: Facts) -> bool:
-    if path in PATHS[:2]:
+    if path in (*PATHS[:2], PATHS[4]):
         return not ms_per_unit * facts.read_gb_per_s * MIN_SHARE > 1e3  # True where no bandwidth was measured
     return bool(TILE_US[0] <= ms_per_unit * 1e3 <= TILE_US[1])
 

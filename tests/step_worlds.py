@@ -103,7 +103,7 @@ def _group(
     drift = np.exp(rng.normal(0, world.drift, world.num_rounds))
     cell = {
         "batch_size": batch, "context_len": float(context), "weight_dtype": weights, "kv_dtype": kv,
-        "group": f"{batch}/{context}/{weights}/{kv}",
+        "group": f"{world.target}/{batch}/{context}/{weights}/{kv}",
     }  # fmt: skip
     rows = []
 
@@ -122,7 +122,7 @@ def _group(
             add(sum(parts.values()), phase=phase, drafter=None, backend=backend, q_len=q_len, **parts, **bytes_read)
     drafts = {"draft": (world.draft_ms, 1), "draft_extend": (world.extend_ms, 4)}
     for phase, (ms, q_len) in drafts.items():
-        if ms is not None:
+        for backend in world.backends if ms is not None else ():
             halves = {"attention_ms": ms / 4, "linear_ms": 3 * ms / 4}
-            add(ms, phase=phase, drafter="head", backend=world.backends[0], q_len=q_len, **halves)
+            add(ms, phase=phase, drafter="head", backend=backend, q_len=q_len, **halves)
     return rows

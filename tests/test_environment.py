@@ -35,7 +35,8 @@ def conda_pins() -> dict[str, str]:
 def direct_requirements() -> set[str]:
     project = pyproject()["project"]
     extras = project["optional-dependencies"]
-    lines = project["dependencies"] + sum((extras[e] for e in ("bench", "dask", "replay", "notebooks", "dev")), [])
+    locked = [line for name in ("bench", "dask", "replay", "notebooks", "dev") for line in extras[name]]
+    lines = project["dependencies"] + locked
     return {re.match(r"[\w.-]+", line)[0].lower() for line in lines}
 
 

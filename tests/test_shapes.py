@@ -17,6 +17,7 @@ PUBLISHED_PARAMETERS = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-32b": 32_762_123_264,
     "smollm2-135m": 134_515_008,
+    "hybrid-27b": 26_895_998_464,  # text part
 }
 VALID = {
     "batch_size": 2,
@@ -34,7 +35,7 @@ def test_parameter_count_equals_the_published_one(name):
 
 
 def test_every_model_row_is_checked_and_has_a_source():
-    assert set(model_shapes()) == {*PUBLISHED_PARAMETERS, "tiny"}
+    assert set(model_shapes()) == {*PUBLISHED_PARAMETERS, "tiny", "tiny-hybrid"}
     assert all(shape.source for shape in model_shapes().values())
 
 
@@ -44,6 +45,11 @@ def test_weight_and_kv_bytes():
     assert shape.weight_bytes("float32") == 4 * shape.num_parameters
     assert shape.weight_bytes_read("bfloat16") == shape.weight_bytes("bfloat16")
     assert shape.kv_bytes_per_token("bfloat16") == 23_040
+    hybrid = model_shape("hybrid-27b")
+    assert hybrid.num_linear_parameters == 24_326_963_200
+    assert (hybrid.num_attention_layers, hybrid.num_delta_layers) == (16, 48)
+    assert hybrid.kv_bytes_per_token("bfloat16") == 16 * 2 * 4 * 256 * 2
+    assert hybrid.delta_state_bytes == 150_994_944
     untied = model_shape("llama-3-8b")
     assert untied.weight_bytes_read("bfloat16") == 2 * 7_504_924_672
     assert untied.weight_bytes("float8_e4m3fn") == 6_979_321_856 + 2 * (8_030_261_248 - 6_979_321_856)

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 
 class Kernel(NamedTuple):
-    """A launch: its shortened name, the number of programs (thread blocks), and its device time in us."""
+    """A launch: its shortened name, the number of programs (thread blocks), its device time and its begin in us."""
 
     name: str
     num_programs: int
     time_us: float
+    begin_us: float = 0.0
 
 
 def short_name(name: str) -> str:
@@ -52,6 +53,6 @@ def _within(events: list[dict[str, Any]], label: str) -> list[Kernel]:
     begin, end = span["ts"], span["ts"] + span["dur"]
     inside = [e for e in events if e.get("cat") == "kernel" and begin <= e["ts"] <= end]
     return [
-        Kernel(short_name(e["name"]), prod(e["args"]["grid"]), float(e["dur"]))
+        Kernel(short_name(e["name"]), prod(e["args"]["grid"]), float(e["dur"]), float(e["ts"]))
         for e in sorted(inside, key=lambda e: e["ts"])
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from labkit import workloads
 from labkit.errors import InputError
 from labkit.paths import RUNS
 from labkit.provenance import code_digest
-from labkit.shapes import ModelShape, model_shape
+from labkit.shapes import MAX_Q_LEN, ModelShape, model_shape
 from labkit.sweep import RunResult, run_sweep
 
 if TYPE_CHECKING:
@@ -20,9 +21,10 @@ if TYPE_CHECKING:
     from labkit.models.tokenizer import Tokenizer
 
 Axes = dict[str, list[Any]]
+MAX_RANDOM_CONTEXT = 1 << 18
 _FROM_ZERO = (
     *("seed", "temperature", "top_p", "context_len", "num_speculative_tokens"),
-    *("window", "shared_prefix_len"),
+    *("window", "shared_prefix_len", "energy_s"),
 )
 
 
@@ -91,12 +93,15 @@ def is_random(target: str) -> bool:
 
 
 def target_shape(target: str) -> ModelShape:
-    """Shape of a target, by name or from its folder.
+    """Shape of a target, by name or from its folder. Random weights take any context up to 256K, whatever the model's.
 
     Raises InputError: no such model, or a folder whose configuration, weights (their headers) or tokenizer do not fit.
     """
-    if is_random(target) or target == "smollm2-135m":
-        return model_shape(target.removeprefix("random:"))
+    if is_random(target):
+        shape = model_shape(target.removeprefix("random:"))
+        return replace(shape, max_context_len=max(shape.max_context_len, MAX_RANDOM_CONTEXT + MAX_Q_LEN))
+    if target == "smollm2-135m":
+        return model_shape(target)
     from labkit.models.tokenizer import load_tokenizer
     from labkit.models.weights import check_model
 
@@ -147,7 +152,7 @@ def decoder(name: str, dtype: str, device: str) -> Decoder:
     """The model of a point; the worker keeps it from point to point."""
     from labkit.models.weights import load_model
 
-    return load_model(name, dtype=dtype, device=device)
+    return load_model(target_shape(name) if is_random(name) else name, dtype=dtype, device=device)
 
 
 @lru_cache(maxsize=2)
@@ -192,7 +197,7 @@ def sweep(
 
     local = {"backend_file": str(backend_file.resolve())} if backend_file else {}
     if target := points[0].get("target"):
-        if not is_random(target):
+        if not is_random(target) and "workload" in points[0]:
             _check_prompts(points)
         if (identity := model_identity(target)) != target:
             local["model_dir"] = str(Path(target).resolve())

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 from labkit.cost import kv_bytes_read
-from labkit.experiments import attention, common
+from labkit.experiments import attention, common, step
 from labkit.shapes import ModelShape
 
 # What one forward of a small model reaches end to end; a calibrated device does better, a busy one worse.
@@ -17,13 +17,15 @@ _GPU_BYTES_PER_S = 1e12
 
 def seconds(experiment: str, point: dict[str, Any]) -> float:
     """Expected time of one point in s, models loaded."""
-    return {"attention": _attention_s, "acceptance": _acceptance_s, "loop": _loop_s}[experiment](point)
+    return {"attention": _attention_s, "acceptance": _acceptance_s, "loop": _loop_s, "step": _step_s}[experiment](point)
 
 
 def memory_bytes(experiment: str, point: dict[str, Any]) -> float:
     """Expected peak of one point in bytes: weights, cache and working copies."""
     if experiment == "attention":
         return 3.0 * kv_bytes_read(attention.shape_of(point))
+    if experiment == "step":
+        return step.memory_bytes(point)
     shape, dtype = _shape(point), point["weight_dtype"]
     cache = shape.kv_bytes_per_token(dtype) * (point["context_len"] + point.get("max_new_tokens", 64) + 512)
     return 1.5 * shape.weight_bytes(dtype) + cache * point.get("batch_size", 1)
@@ -65,3 +67,11 @@ def _loop_s(point: dict[str, Any]) -> float:
     per_token = point["verify_backend"] == "per_token"
     lengths = range(point["num_speculative_tokens"] + 1)
     return steps * sum(_forward_s(point, point["context_len"], j + 1, j + 1 if per_token else 1) for j in lengths)
+
+
+def _step_s(point: dict[str, Any]) -> float:
+    shape = step.shape_of(point)
+    kv_bytes = point["batch_size"] * point["context_len"] * shape.kv_bytes_per_token("bfloat16")
+    moved = shape.weight_bytes_read(point["weight_dtype"]) + kv_bytes
+    rate = 2 * _GPU_BYTES_PER_S if point["launch_mode"] == "graph" else _BYTES_PER_S
+    return 0.5 + point["energy_s"] + (point["num_rounds"] + 4) * moved / rate

@@ -12,11 +12,11 @@ from typing import Any
 
 from labkit import axes
 from labkit.errors import InputError
-from labkit.experiments import acceptance, attention, common, loop
+from labkit.experiments import acceptance, attention, common, loop, step
 from labkit.paths import cache_dir
 from labkit.sweep import RunResult
 
-MODULES: dict[str, ModuleType] = {"attention": attention, "acceptance": acceptance, "loop": loop}
+MODULES: dict[str, ModuleType] = {"attention": attention, "acceptance": acceptance, "loop": loop, "step": step}
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
 
 

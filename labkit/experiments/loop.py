@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from labkit import workloads
-from labkit.errors import InputError
+from labkit.errors import InputError, Unsupported
 from labkit.experiments import common
 from labkit.experiments.acceptance import DRAFTERS, make_drafter, prompt_tokens
 from labkit.shapes import AttentionShape, model_shape
@@ -40,6 +40,7 @@ PRESETS: dict[str, common.Axes] = {
         "verify_backend": ["sdpa", "per_token"],
         "decode_backend": ["sdpa", "per_token"],
         "weight_dtype": ["float32"],
+        "launch_mode": ["eager"],
         "num_rounds": [6],
         "steps_per_round": [2],
         "seed": [0],
@@ -47,15 +48,25 @@ PRESETS: dict[str, common.Axes] = {
 }
 PRESETS["gpu"] = PRESETS["cpu"] | {
     "num_speculative_tokens": [3, 7],
-    "verify_backend": ["triton_split", "triton_nosplit", "sdpa"],
-    "decode_backend": ["triton_split", "sdpa"],
+    "verify_backend": ["triton_split", "triton_nosplit"],
+    "decode_backend": ["triton_split", "triton_decode8"],
     "weight_dtype": ["bfloat16"],
+    "launch_mode": ["graph"],
     "num_rounds": [16],
     "steps_per_round": [4],
 }
 PRESETS["ci"] = PRESETS["cpu"] | {"context_len": [512], "num_speculative_tokens": [2], "num_rounds": [2]}
 
-_ONE_VALUE = ("target", "acceptance", "weight_dtype", "num_rounds", "steps_per_round", "seed", "num_prompts")
+_ONE_VALUE = (
+    "target",
+    "acceptance",
+    "weight_dtype",
+    "launch_mode",
+    "num_rounds",
+    "steps_per_round",
+    "seed",
+    "num_prompts",
+)
 # The first step of an arm's turn is not kept on a GPU; on a CPU it takes no longer than the others (each step reads
 # all weights, far beyond the caches).
 _WARM_UP_STEPS = {"cpu": 0, "cuda": 1}
@@ -79,7 +90,12 @@ def points(preset: str, **axes: Sequence[Any]) -> list[dict[str, Any]]:
         raise InputError(f"batch_size: acceptance=real generates for one request at a time, got {grid['batch_size']}")
     fixed = {name: common.sole(grid, name) for name in _ONE_VALUE if name != "num_prompts"}
     fixed["max_new_tokens"] = common.sole(grid, "max_new_tokens")
+    common.check_names("launch_mode", grid["launch_mode"], ("graph", "eager"))
     real = fixed["acceptance"] == "real"
+    if real and fixed["launch_mode"] == "graph":
+        raise InputError(
+            "launch_mode graph: only costs (acceptance=none) are replayed; wanted eager with acceptance=real"
+        )
     if real and fixed["max_new_tokens"] < 2:
         raise InputError("axis max_new_tokens: wanted 2 or more (the prefill yields the first), got 1")
     steps = fixed["steps_per_round"] + 2 + max(grid["num_speculative_tokens"])
@@ -130,6 +146,8 @@ def measure(arms: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception
     import random
 
     common.load_backends(arms[0])
+    if arms[0]["launch_mode"] == "graph" and common.device() == "cpu":
+        return [Unsupported("launch_mode graph needs a CUDA device") for _ in arms]
     rows: list[list[dict[str, Any]]] = [[] for _ in arms]
     errors: dict[int, Exception] = {}
     for index, arm in enumerate(arms):
@@ -203,7 +221,11 @@ def _target(point: dict[str, Any], prompt_ids: list[int]) -> ModelTarget:
     options = {"batch_size": point["batch_size"], "max_context_len": room, "verify_backend": "sdpa"}
     if point["acceptance"] == "real":
         return ModelTarget(decoder, **options)
-    generator = torch.Generator().manual_seed(point["seed"])
+    generator = torch.Generator(common.device()).manual_seed(point["seed"])
+    if point["launch_mode"] == "graph":
+        from labkit.models.graph_target import GraphTarget
+
+        return GraphTarget(decoder, max_q_len=17, generator=generator, **options)
     return FilledTarget(decoder, generator=generator, **options)
 
 
@@ -271,7 +293,6 @@ def _step_row(arm: _Arm, generations: Sequence[Generation], position: int, round
         "linear_backend": _decoder(arm.point).linear_backend,
         "draft_backend": None,
         "kv_dtype": arm.point["weight_dtype"],
-        "launch_mode": "eager",
         **steps[0].times,
     }
 

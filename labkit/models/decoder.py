@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from labkit.attention.api import prepare
-from labkit.errors import InputError
+from labkit.errors import InputError, Unsupported
 from labkit.kv_cache import PagedKVCache
-from labkit.models.linear import Linear, activation_dtype, make_linear, resolve_linear_backend
+from labkit.models.gated_delta import DeltaLayer, delta_weights
+from labkit.models.linear import Float8Linear, Linear, activation_dtype, make_linear, resolve_linear_backend
 from labkit.models.norm import RMSNorm
 from labkit.models.rope import RopeScaling, pairs_from_halves, rope_table
 from labkit.shapes import ModelShape
@@ -36,6 +37,7 @@ class Decoder:
 
     name, shape, dtype, device : `dtype` is the name of the weights' dtype, which is also that of the caches it makes.
     linear_backend : how the linear layers run: one of `labkit.models.linear.LINEAR_BACKENDS`.
+    float8 : store the layers' matrices as float8_e4m3fn with a scale per output; all else keeps `dtype`.
     """
 
     def __init__(
@@ -48,40 +50,60 @@ class Decoder:
         device: str | torch.device,
         rope_scaling: RopeScaling | None = None,
         linear_backend: str = "auto",
+        float8: bool = False,
     ):
         self.name, self.shape, self.dtype, self.device = name, shape, dtype, torch.device(device)
+        self.float8 = float8
         self._torch_dtype: torch.dtype = getattr(torch, dtype)
         self._num_qk_heads = shape.num_qo_heads + shape.num_kv_heads
         with torch.inference_mode():
             self.linear_backend = resolve_linear_backend(linear_backend, shape, dtype, self.device.type)
-            self._activation_dtype = activation_dtype(self.linear_backend, dtype)
-            self._rope = rope_table(shape, rope_scaling).to(self.device)
+            self.activation_dtype = activation_dtype(self.linear_backend, dtype)
+            self.rope = rope_table(shape, rope_scaling, self.device)
             table_shape = (shape.vocab_size, shape.hidden_size)
-            self._embedding = self._load(source("model.embed_tokens.weight", table_shape))
-            self._layers = [self._build_layer(source, f"model.layers.{i}.") for i in range(shape.num_layers)]
-            self._final_norm = self._norm(self._load(source("model.norm.weight", (shape.hidden_size,))))
-            head = self._embedding
+            self.embedding = self._load(source("model.embed_tokens.weight", table_shape))
+            self.layers: list[_Layer | DeltaLayer] = [self._build_layer(source, i) for i in range(shape.num_layers)]
+            self.final_norm = self._norm(self._load(source("model.norm.weight", (shape.hidden_size,))))
+            head = self.embedding
             if not shape.tied_embeddings:
                 head = self._load(source("lm_head.weight", table_shape))
-            self._head = self._linear(head, None)
+            self.head = make_linear(head, None, self.linear_backend)
+
+    @property
+    def linears(self) -> list[Linear]:
+        """The matrix products in the order of a forward, the output head last."""
+        inside = []
+        for layer in self.layers:
+            first = layer.projections if isinstance(layer, DeltaLayer) else layer.qkv
+            inside += [first, layer.attention_out, layer.gate_up, layer.down]
+        return [*inside, self.head]
 
     def _load(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, self._torch_dtype)
 
     def _norm(self, weight: Tensor) -> RMSNorm:
-        return RMSNorm(weight.to(self._activation_dtype), self.shape.rms_norm_eps)
+        return RMSNorm(weight.to(self.activation_dtype), self.shape.rms_norm_eps)
 
     def _linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        return make_linear(weight, bias, self.linear_backend)
+        return Float8Linear(weight, bias) if self.float8 else make_linear(weight, bias, self.linear_backend)
 
-    def _build_layer(self, source: TensorSource, prefix: str) -> _Layer:
-        shape = self.shape
+    def _build_layer(self, source: TensorSource, index: int) -> _Layer | DeltaLayer:
+        shape, prefix = self.shape, f"model.layers.{index}."
         hidden, mlp = shape.hidden_size, shape.intermediate_size
         q_width, kv_width = shape.num_qo_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        qkv = {"q": q_width, "k": kv_width, "v": kv_width}
 
         def get(name: str, *size: int) -> Tensor:
             return self._load(source(prefix + name, size))
+
+        mlp_norm = self._norm(get("post_attention_layernorm.weight", hidden))
+        gate_up = self._linear(torch.cat([get(f"mlp.{x}_proj.weight", mlp, hidden) for x in ("gate", "up")]), None)
+        down = self._linear(get("mlp.down_proj.weight", hidden, mlp), None)
+        attention_norm = self._norm(get("input_layernorm.weight", hidden))
+        if (index + 1) % shape.full_attention_interval:
+            special = delta_weights(shape, get, self._linear)
+            return DeltaLayer(attention_norm, *special, mlp_norm, gate_up, down)
+
+        qkv = {"q": q_width, "k": kv_width, "v": kv_width}
 
         def paired(kind: str, tensor: Tensor) -> Tensor:
             return tensor if kind == "v" else pairs_from_halves(tensor, shape.head_dim)
@@ -94,19 +116,24 @@ class Decoder:
             heads = {"q": shape.num_qo_heads, "k": shape.num_kv_heads}
             norms = {x: paired(x, get(f"self_attn.{x}_norm.weight", shape.head_dim)) for x in heads}
             qk_norm = self._norm(torch.cat([norms[x].expand(count, -1) for x, count in heads.items()]))
-        gate_up = [get(f"mlp.{x}_proj.weight", mlp, hidden) for x in ("gate", "up")]
+        if shape.output_gate:
+            weights.append(get("self_attn.gate_proj.weight", q_width, hidden))
         return _Layer(
-            attention_norm=self._norm(get("input_layernorm.weight", hidden)),
+            attention_norm=attention_norm,
             qkv=self._linear(torch.cat(weights), bias),
             qk_norm=qk_norm,
             attention_out=self._linear(get("self_attn.o_proj.weight", hidden, q_width), None),
-            mlp_norm=self._norm(get("post_attention_layernorm.weight", hidden)),
-            gate_up=self._linear(torch.cat(gate_up), None),
-            down=self._linear(get("mlp.down_proj.weight", hidden, mlp), None),
+            mlp_norm=mlp_norm,
+            gate_up=gate_up,
+            down=down,
         )
 
-    def new_cache(self, batch_size: int, max_context_len: int, **options: Any) -> PagedKVCache:
-        """An empty cache of this model's shape and dtype on its device; options of `PagedKVCache` are passed on.
+    def new_cache(
+        self, batch_size: int, max_context_len: int, *, kv_dtype: str | None = None, **options: Any
+    ) -> PagedKVCache:
+        """An empty cache of this model's shape, in its dtype or `kv_dtype`, on its device.
+
+        options : of `PagedKVCache`, passed on.
 
         Raises InputError: `max_context_len` is beyond the model's.
         """
@@ -114,12 +141,12 @@ class Decoder:
             limit = self.shape.max_context_len
             raise InputError(f"max_context_len must be at most {limit} for {self.name}, got {max_context_len}")
         return PagedKVCache(
-            num_layers=self.shape.num_layers,
+            num_layers=self.shape.num_attention_layers,
             batch_size=batch_size,
             max_context_len=max_context_len,
             num_kv_heads=self.shape.num_kv_heads,
             head_dim=self.shape.head_dim,
-            dtype=self._torch_dtype,
+            dtype=self._torch_dtype if kv_dtype is None else getattr(torch, kv_dtype),
             device=self.device,
             **options,
         )
@@ -192,12 +219,14 @@ class Decoder:
     def _rotation(self, q_len: int, cache: PagedKVCache) -> Tensor:
         """complex64 ``[batch_size * q_len, all heads * head_dim / 2]``: turns q and k, leaves v. No host sync."""
         lens = cache.context_lens
-        turns = torch.cat([self._rope[start : start + q_len] for start in lens])
+        turns = torch.cat([self.rope[start : start + q_len] for start in lens])
         still = torch.ones_like(turns)
         return torch.cat([turns] * self._num_qk_heads + [still] * self.shape.num_kv_heads, dim=1)
 
     def _trunk(self, token_ids: Tensor, cache: PagedKVCache, backend: str) -> Tensor:
         """Hidden states before the final norm ``[batch_size, q_len, hidden_size]``."""
+        if self.shape.num_delta_layers or self.shape.output_gate:
+            raise Unsupported(f"{self.name}: a hybrid runs as a captured forward only (StaticForward)")
         self._check(token_ids, cache)
         shape = self.shape
         batch_size, q_len = token_ids.shape
@@ -208,9 +237,10 @@ class Decoder:
         q, k, v = staged.split([shape.num_qo_heads, shape.num_kv_heads, shape.num_kv_heads], dim=2)
         attention = prepare(q, cache, backend=backend)
         attended = attention.out.view(batch_size * q_len, -1)
-        dtype = self._activation_dtype
-        hidden = F.embedding(token_ids.flatten(), self._embedding).to(dtype)
-        for index, layer in enumerate(self._layers):
+        dtype = self.activation_dtype
+        hidden = F.embedding(token_ids.flatten(), self.embedding).to(dtype)
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, _Layer)
             qkv = layer.qkv(layer.attention_norm(hidden))
             if layer.qk_norm is not None:
                 self._norm_heads(qkv, layer.qk_norm)
@@ -231,5 +261,5 @@ class Decoder:
 
     def _logits(self, hidden: Tensor) -> Tensor:
         rows = hidden.reshape(-1, self.shape.hidden_size)
-        logits = self._head(self._final_norm(rows)).float()
+        logits = self.head(self.final_norm(rows)).float()
         return logits.view(*hidden.shape[:2], -1)

@@ -8,7 +8,6 @@ import hashlib
 import itertools
 import time
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -51,7 +50,7 @@ def make_linear(weight: Tensor, bias: Tensor | None, linear_backend: str) -> Lin
     Raises InputError: unknown name, or FBGEMM with a weight beyond the range of float16.
     """
     if linear_backend == "torch.linear":
-        return partial(F.linear, weight=weight, bias=bias)
+        return PlainLinear(weight, bias)
     if linear_backend == "mkldnn-packed":
         return _mkldnn_packed(weight, bias)
     _check_name(linear_backend)
@@ -59,6 +58,32 @@ def make_linear(weight: Tensor, bias: Tensor | None, linear_backend: str) -> Lin
     if not largest <= _FP16_MAX:
         raise InputError(f"linear_backend {linear_backend!r} needs weights within {_FP16_MAX}, got {largest}")
     return (_fbgemm_fp16 if linear_backend == "fbgemm-fp16" else _fbgemm_fp16x2)(weight, bias)
+
+
+class PlainLinear:
+    """``torch.linear``; its weight ``[out, in]`` and bias stay visible for the captured forward."""
+
+    scale: Tensor | None = None
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        self.weight, self.bias = weight, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class Float8Linear(PlainLinear):
+    """Weights as float8_e4m3fn with a float32 scale per output ``[out]``; activations keep their dtype (W8A16)."""
+
+    scale: Tensor
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        largest = torch.finfo(torch.float8_e4m3fn).max
+        self.scale = (weight.abs().amax(dim=1).float() / largest).clamp(min=1e-12)
+        super().__init__((weight.float() / self.scale[:, None]).to(torch.float8_e4m3fn), bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, (self.weight.float() * self.scale[:, None]).to(x.dtype), self.bias)
 
 
 def _check_name(linear_backend: str) -> None:

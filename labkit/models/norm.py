@@ -14,7 +14,7 @@ class RMSNorm:
 
     def __init__(self, weight: Tensor, eps: float):
         width = weight.shape[-1]
-        self._weight, self._width, self._eps = weight, width, eps
+        self.weight, self.eps, self._width = weight, eps, width
         self._is_fused = weight.is_cuda or weight.dtype != torch.float32
         # sqrt(mean(x ** 2) + eps) = hypot(norm(x), sqrt(width * eps)) / sqrt(width)
         self._scaled_weight = weight * width**0.5
@@ -22,6 +22,6 @@ class RMSNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._is_fused:
-            return F.rms_norm(x, (self._width,), None, self._eps).mul_(self._weight)
+            return F.rms_norm(x, (self._width,), None, self.eps).mul_(self.weight)
         length = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self._offset)
         return x.div(length).mul_(self._scaled_weight)

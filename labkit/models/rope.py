@@ -24,13 +24,18 @@ class RopeScaling:
         return frequencies * (keep + (1 - keep) / self.factor)
 
 
-def rope_table(shape: ModelShape, scaling: RopeScaling | None) -> Tensor:
-    """complex64 ``[max_context_len, head_dim / 2]``; from float64: float32 angles are coarse at long contexts."""
-    steps = torch.arange(0, shape.head_dim, 2, dtype=torch.float64)
-    frequencies = shape.rope_theta ** (-steps / shape.head_dim)
+def rope_table(shape: ModelShape, scaling: RopeScaling | None, device: str | torch.device = "cpu") -> Tensor:
+    """complex64 ``[max_context_len, head_dim / 2]``; from float64: float32 angles are coarse at long contexts.
+
+    Pairs beyond `rotary_dim` do not turn.
+    """
+    rotary_dim = shape.rotary_dim or shape.head_dim
+    steps = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=device)
+    frequencies = shape.rope_theta ** (-steps / rotary_dim)
     if scaling is not None:
         frequencies = scaling.apply(frequencies)
-    angles = torch.outer(torch.arange(shape.max_context_len, dtype=torch.float64), frequencies)
+    frequencies = torch.nn.functional.pad(frequencies, (0, (shape.head_dim - rotary_dim) // 2))
+    angles = torch.outer(torch.arange(shape.max_context_len, dtype=torch.float64, device=device), frequencies)
     return torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
 
 

@@ -63,7 +63,8 @@ class ModelTarget:
     def verify(self, requests: Sequence[Request], draft: Draft) -> Tensor:
         """Score each last token and its drafts in one pass [batch_size, q_len, vocab_size]."""
         last = torch.tensor([[request.token_ids[-1]] for request in requests])
-        tokens = torch.cat([last.to(self.decoder.device), draft.token_ids.to(self.decoder.device)], dim=1)
+        device = draft.token_ids.device  # one copy to the model's device where the draft was made on the host
+        tokens = torch.cat([last.to(device), draft.token_ids], dim=1).to(self.decoder.device)
         return self._forward(requests, tokens, self.verify_backend)
 
     def decode(self, requests: Sequence[Request]) -> Tensor:

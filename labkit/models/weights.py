@@ -27,6 +27,7 @@ def load_model(
     device: str = "cpu",
     seed: int = 0,
     linear_backend: str = "auto",
+    float8: bool = False,
 ) -> Decoder:
     """Load weights and build the decoder.
 
@@ -36,6 +37,7 @@ def load_model(
     dtype : ``"float32"``, ``"bfloat16"`` or ``"float16"``, whatever the file holds.
     linear_backend : ``"auto"`` times the candidates on the CPU; a name of `labkit.models.linear.LINEAR_BACKENDS` fixes
         it.
+    float8 : store the layers' matrices as float8_e4m3fn.
 
     Raises InputError: unknown model or dtype; or the folder is missing, corrupt, of another family, lacks a tensor, or
     holds one of another shape or one that the decoder has no use for; BackendUnavailable: the named linear backend
@@ -43,7 +45,7 @@ def load_model(
     """
     if dtype not in DTYPES:
         raise InputError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    options: dict[str, Any] = {"dtype": dtype, "device": device, "linear_backend": linear_backend}
+    options: dict[str, Any] = {"dtype": dtype, "device": device, "linear_backend": linear_backend, "float8": float8}
     if isinstance(model, ModelShape):
         return Decoder(f"random:{model.name}", model, RandomWeights(seed, device), **options)
     if str(model).startswith("random:"):
@@ -87,6 +89,8 @@ class RandomWeights:
     def __call__(self, name: str, size: tuple[int, ...]) -> Tensor:
         if "norm" in name:
             return torch.ones(size)
+        if name.endswith(("A_log", "dt_bias")):
+            return torch.zeros(size)  # the decay of a state per token is then about one half
         self._generator.manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
         values = torch.randn(size, generator=self._generator, device=self._generator.device)
         return values * size[-1] ** -0.5
