@@ -102,7 +102,7 @@ def breakeven(
     ``undecided`` and the reason tells which; ``cannot_pay`` stands, as it rests on cost alone.
 
     cost_rows : loop rows: plain and speculative arms interleaved, step_ms in ms; or step rows: decode and verify
-        forwards interleaved (see `labkit.forward_costs`); or cells of `labkit.step_costs`.
+        forwards interleaved (see `labkit.forward_costs`); or the cells that `step_costs` made of either.
     acceptance : acceptance rows; or an imposed length X, or (X, low, high), in tokens per step, bonus counted; None for
         the cost alone.
     acceptance_from : borrow the acceptance of this target (origin "transferred").

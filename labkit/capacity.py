@@ -55,19 +55,31 @@ class Capacity:
         """Drafter weights per device, split as the target's are."""
         return self.draft_model.weight_bytes(self.draft_dtype) / GB / self.num_gpus if self.draft_model else 0.0
 
+    def _shapes(self, drafter: bool) -> list[ModelShape]:
+        return [self.model, *([self.draft_model] if self.draft_model and drafter else [])]
+
     def kv_bytes(self, *, drafter: bool = True) -> float:
         """KV bytes per token and device, those of the drafter included; fewer heads than devices are repeated."""
-        models = [self.model] + [self.draft_model] * (drafter and self.draft_model is not None)
-        shares = [(shape, -(-shape.num_kv_heads // self.num_gpus) / shape.num_kv_heads) for shape in models if shape]
+        shares = (
+            (shape, -(-shape.num_kv_heads // self.num_gpus) / shape.num_kv_heads) for shape in self._shapes(drafter)
+        )
         return sum(shape.kv_bytes_per_token(self.kv_dtype) * share for shape, share in shares)
+
+    def request_bytes(self, num_tokens: int, *, drafter: bool = True) -> float:
+        """Bytes of one request per device: KV of its tokens, and the states of gated-delta layers.
+
+        Not counted: what an engine keeps to roll such a state back after a rejection (up to k+1 states).
+        """
+        states = sum(shape.delta_state_bytes for shape in self._shapes(drafter)) / self.num_gpus
+        return num_tokens * self.kv_bytes(drafter=drafter) + states
 
     def free_gb(self, *, drafter: bool = True) -> float:
         """Memory left for KV per device; below 0 when the weights alone do not fit."""
         return self.memory_gb * self.memory_share - self.weights_gb - (self.draft_gb if drafter else 0.0)
 
-    def num_tokens(self, *, drafter: bool = True) -> int:
-        """Tokens of all requests together that fit."""
-        return max(0, int(self.free_gb(drafter=drafter) * GB // self.kv_bytes(drafter=drafter)))
+    def num_tokens(self) -> int:
+        """Tokens of a single request that fit."""
+        return max(0, int((self.free_gb() * GB - self.request_bytes(0)) // self.kv_bytes()))
 
     def cell(self, context_len: int, batch_size: int, k: int) -> dict[str, Any]:
         """Whether a cell of a grid fits, in needed and free GB of KV cache; ``reason`` in words when it does not.
@@ -75,14 +87,15 @@ class Capacity:
         batch_slots and batch_slots_without_drafter are the most requests of this context.
         """
         per_request = context_len + k + 1
-        needed, free = batch_size * per_request * self.kv_bytes() / GB, self.free_gb()
+        needed, free = batch_size * self.request_bytes(per_request) / GB, self.free_gb()
         reason, longest = None, self.model.max_context_len
         if per_request > longest:
             reason = f"{per_request:,} tokens with the drafts, {self.model.name} holds {longest:,}"
         elif needed > free:
-            reason = f"needs {needed:.1f} GB of KV cache, {max(free, 0):.1f} GB free beside {self._beside()}"
-        slots = {"batch_slots": self.num_tokens() // per_request}
-        slots["batch_slots_without_drafter"] = self.num_tokens(drafter=False) // (context_len + 1)
+            reason = f"needs {needed:.1f} GB of KV cache and states, {max(free, 0):.1f} GB free beside {self._beside()}"
+        slots = {"batch_slots": int(max(free, 0) * GB // self.request_bytes(per_request))}
+        alone = max(self.free_gb(drafter=False), 0) * GB // self.request_bytes(context_len + 1, drafter=False)
+        slots["batch_slots_without_drafter"] = int(alone)
         cell = {"context_len": context_len, "batch_size": batch_size, "num_speculative_tokens": k}
         return cell | {"needed_gb": needed, "free_gb": free, "fits": reason is None, "reason": reason} | slots
 

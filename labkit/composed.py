@@ -10,6 +10,7 @@ import pandas as pd
 from labkit.errors import InputError
 from labkit.forward_costs import FREE, loop_rows
 from labkit.rows import ok_rows
+from labkit.step_costs import CELL_KEY
 from labkit.verdict import fixed_context
 
 # Parts of a forward that get a bar of their own; the rest is the layers' other work.
@@ -18,6 +19,9 @@ _TIMED = ("attention_ms", "sampling_ms", "communication_ms", "gap_ms")
 
 def cost_rows(rows: pd.DataFrame, *, free_drafter: str | None = None) -> pd.DataFrame:
     """Loop rows at a fixed context as they are, step rows as steps with their parts; of a frame with both, both.
+
+    Where the loop itself was timed at a cell, composed steps of that cell are left out: the two are different
+    quantities (host time, bookkeeping) and must not be pooled.
 
     free_drafter : what drafts at no cost on the device in the step rows (``ngram``), so that its acceptance joins; None
         keeps the name that says so.
@@ -35,6 +39,11 @@ def cost_rows(rows: pd.DataFrame, *, free_drafter: str | None = None) -> pd.Data
         steps = composed_costs(rows[is_step])
         parts.append(steps.assign(drafter=steps["drafter"].replace(FREE, free_drafter)) if free_drafter else steps)
     parts = [part for part in parts if len(part)]
+    if len(parts) == 2:
+        keys = [name for name in CELL_KEY if name in parts[0] and name in parts[1]]
+        timed = pd.MultiIndex.from_frame(parts[0].loc[parts[0]["arm"] == "speculative", keys].astype(str))
+        again = pd.MultiIndex.from_frame(parts[1][keys].astype(str)).isin(timed) & (parts[1]["arm"] == "speculative")
+        parts[1] = parts[1][~again]
     if not parts:
         raise InputError("cost: want step rows, or loop rows of a cost run (acceptance=none); got none")
     return pd.concat(parts, ignore_index=True)
@@ -53,6 +62,8 @@ def composed_costs(step_rows: pd.DataFrame) -> pd.DataFrame:
     drafting = rows["phase"].isin(("draft", "draft_extend"))
 
     def total(times: pd.Series) -> np.ndarray:
+        if not times.fillna(0).any():  # not timed, or nobody's: each sum is a pass over all rows
+            return np.zeros(len(costs))
         return loop_rows(rows.assign(forward_ms=times.astype(float).fillna(0.0)))["step_ms"].to_numpy(float)
 
     whole: dict[str, dict[str, np.ndarray]] = {"draft": {}, "verify": {}}

@@ -15,6 +15,7 @@ from labkit.errors import InputError
 from labkit.figures import SavedFigure, save_figure
 from labkit.results import StoredRun, find_runs, load_runs, load_sidecars
 from labkit.schema import columns
+from labkit.surface import Surface, read_rates, select, verdict_surface
 from labkit.verdict import fixed_context
 
 SOURCES = ("committed", "run")
@@ -79,6 +80,30 @@ class Session:
     def breakeven(self, **options: object) -> Breakeven:
         """Join the cost rows (loop) with the acceptance rows; options as in `labkit.breakeven.breakeven`."""
         return breakeven(fixed_context(self.rows("loop")), self.rows("acceptance"), **options)  # type: ignore[arg-type]
+
+    def surface(self, *, widest: str | None = None, imposed: float | None = None, **options: Any) -> Surface:
+        """The verdict of the loop rows and, of committed data, step rows; options as `verdict_surface`.
+
+        One setting is kept, see `labkit.surface.select` for ``widest``. Where no acceptance joins it, the cost alone
+        and a sentence; or with an ``imposed`` length in its place, drawn as imposed.
+        """
+        frames = [self.rows("loop"), *([self.rows_if_any("step")] if self.source == "committed" else [])]
+        rows = pd.concat([frame for frame in frames if len(frame)], ignore_index=True)
+        sidecars = [self.sidecars(name) for name in ("loop", "step") if name in set(rows["experiment"])]
+        options = {
+            "read_gb_per_s": read_rates({run: side for found in sidecars for run, side in found.items()})
+        } | options
+        try:
+            found = select(verdict_surface(rows, self.rows("acceptance"), **options), widest=widest)
+        except InputError as error:
+            print(f"The cost alone: {error}.")
+            found = select(verdict_surface(rows, None, **options), widest=widest)
+        if imposed and found.result.cells["speedup"].isna().all():
+            print(f"No acceptance was measured for these costs: an imposed length of {imposed:g} stands in.")
+            first = found.result.cells.iloc[0]
+            chosen = {name: first[name] for name in ("gpu", "target", "drafter")}
+            found = select(verdict_surface(rows, imposed, **options), widest=widest, **chosen)
+        return found
 
     def show(self, fig: Figure, name: str) -> Figure | SavedFigure:
         """Save ``fig`` under ``figures_dir`` when there is one; the last line of a cell then shows what was saved."""

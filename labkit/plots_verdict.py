@@ -184,7 +184,9 @@ def figure_draft_length(
         here = here[here["workload"].isna() if pd.isna(text) else here["workload"] == text]
         ends = EndLabels(ax)
         for backend, curve in here.groupby("verify_backend", sort=False):
-            _draft_curve(ax, curve.sort_values("num_speculative_tokens"), styles[str(backend)])
+            # Bars at one k stand beside each other.
+            aside = 0.015 * cells["num_speculative_tokens"].max() * (list(styles).index(str(backend)) - len(styles) / 2)
+            _draft_curve(ax, curve.sort_values("num_speculative_tokens"), styles[str(backend)], aside)
             last = curve.loc[curve["num_speculative_tokens"].astype(int).idxmax()]
             if column == len(contexts) - 1:
                 ends.add(
@@ -211,11 +213,11 @@ def figure_draft_length(
     return figure
 
 
-def _draft_curve(ax: Axes, curve: pd.DataFrame, style: SeriesStyle) -> None:
+def _draft_curve(ax: Axes, curve: pd.DataFrame, style: SeriesStyle, aside: float) -> None:
     x = np.append(0.0, curve["num_speculative_tokens"].to_numpy(float))
     y, low, high = (np.append(1.0, curve[name].to_numpy(float)) for name in ("speedup", "speedup_low", "speedup_high"))
     ax.plot(x, y, color=style.color, linewidth=1.1)
-    marks(ax, x[1:], y[1:], style, yerr=bars(y, low, high)[:, 1:])
+    marks(ax, x[1:] + aside, y[1:], style, yerr=bars(y, low, high)[:, 1:])
 
 
 def _formula_lines(ax: Axes, formulas: pd.DataFrame, here: pd.DataFrame, text: Any) -> None:

@@ -56,10 +56,10 @@ class Recommendation:
         lines: list[str] = []
         for key, rows in self.best.groupby(SETTING, dropna=False, sort=True):
             names: dict[str, Any] = dict(zip(SETTING, key, strict=True))
-            text = names["workload"] if isinstance(names["workload"], str) else "imposed length"
+            text = names["workload"] if isinstance(names["workload"], str) else "imposed length, the same at every k"
             about = f"{names['gpu']}, {names['target']}, {names['drafter']} drafter"
             lines.append(f"{about}, verify on {names['verify_backend']}, {text}")
-            texts = rows.assign(text=[_cell(row) for row in rows.to_dict("records")])
+            texts = rows.assign(text=[cell_text(row) for row in rows.to_dict("records")])
             large = self.too_large[self.too_large["target"] == names["target"]].assign(text="does not fit")
             texts = pd.concat([texts, large]).drop_duplicates(["context_len", "batch_size"])
             texts = texts.astype({"context_len": int, "batch_size": int})
@@ -89,7 +89,8 @@ class Recommendation:
         return dict(keys.iloc[0]), int(best["num_speculative_tokens"])
 
 
-def _cell(row: Mapping[Hashable, Any]) -> str:
+def cell_text(row: Mapping[Hashable, Any]) -> str:
+    """A row of `labkit.best_k.best_k`: ``4: 2.43 [1.57, 3.57]``, ``off``; "?" where the interval holds 1."""
     doubt = "" if row["decided"] else " ?"
     if row["best_k"] == 0:
         return f"off{doubt}"

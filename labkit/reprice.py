@@ -86,6 +86,9 @@ def reprice(
     tables = [_complete(table, steps[:, i].sum(axis=0) > 0, contexts[i]) for i, table in enumerate(tables)]
     if k < recorded:
         notes.append(f"cut from k = {recorded}")
+    modes = [", ".join(distinct(rows, "launch_mode")) for rows in (trace, cost_rows)]
+    if modes[0] != modes[1] and all(modes):
+        notes.append(f"launch_mode: trace {modes[0]}, costs {modes[1]}")
     rng = generator(seed, "reprice", k, *contexts)
     return _result(trace, steps, tokens, tables, notes, confidence, resamples, rng)
 
@@ -195,3 +198,43 @@ def measured_speedup(trace_rows: pd.DataFrame) -> pd.DataFrame:
         arms[arm] = pd.concat([grouped, grouped.sum().to_frame(None).T])
     per_token = {arm: table["step_ms"] / table["tokens"] for arm, table in arms.items()}
     return (per_token["plain"] / per_token["speculative"]).rename("speedup").rename_axis("prompt_id").reset_index()
+
+
+def reprice_check(trace_rows: pd.DataFrame, cost_rows: pd.DataFrame, **options: Any) -> pd.DataFrame:
+    """`reprice` of every recorded setting under its own costs, beside what was measured.
+
+    options : of `reprice`.
+
+    Returns target, verify_backend, weight_dtype, k, predicted with low and high, measured, error (predicted / measured
+    - 1), inside (measured within low .. high), median_error and worst_error over prompts (absolute), num_prompts,
+    notes. Settings whose costs were not measured are left out.
+
+    Raises InputError: no setting could be priced; the last reason is given.
+    """
+    rows = ok_rows(trace_rows, "trace", [*NEEDED, "target", "weight_dtype", "verify_backend"])
+    records, reason = [], "no generations"
+    for key, own in rows.groupby(["run_id", "target", "weight_dtype"], dropna=False):
+        steps = own[own["arm"] == "speculative"]
+        for backend in distinct(steps, "verify_backend"):
+            where = {"target": key[1], "weight_dtype": key[2], "verify_backend": backend}
+            trace = own[(own["arm"] == "plain") | (own["verify_backend"] == backend)]
+            decode = distinct(own[own["arm"] == "plain"], "decode_backend")
+            try:
+                # What was measured is a gain over the plain arm of the same run.
+                own_baseline: dict[str, Any] = {"baseline": decode[0] if len(decode) == 1 else "fastest"}
+                found = reprice(trace, cost_rows, where=where, **(own_baseline | options))
+                measured = measured_speedup(trace)
+            except InputError as error:
+                reason = str(error)
+                continue
+            total = float(measured["speedup"].iloc[-1])
+            both = found.by_prompt.merge(measured, on="prompt_id", suffixes=("_predicted", "_measured"))
+            errors = (both["speedup_predicted"] / both["speedup_measured"] - 1).abs()
+            values: dict[str, Any] = {"k": int(steps["num_speculative_tokens"].iloc[0]), "predicted": found.speedup}
+            values |= {"low": found.low, "high": found.high, "measured": total, "error": found.speedup / total - 1}
+            values |= {"inside": found.low <= total <= found.high, "median_error": errors.median()}
+            values |= {"worst_error": errors.max(), "num_prompts": len(errors), "notes": "; ".join(found.notes)}
+            records.append(where | values)
+    if not records:
+        raise InputError(f"reprice: no recorded generation has costs of its own: {reason}")
+    return pd.DataFrame(records)

@@ -75,7 +75,7 @@ def step_costs(cost_rows: pd.DataFrame) -> list[StepCosts]:
     parts = [name for name in PARTS if name in rows]
     full = speculative["num_drafted_tokens"] == speculative["num_speculative_tokens"]
     by_cell = [by_length[0][full], *(speculative.loc[full, name] for name in PAIR)]
-    parts_ms = speculative.loc[full, parts].astype(float).groupby(by_cell).median()
+    at_rounds = speculative.loc[full, parts].astype(float).groupby(by_cell).median().reindex(step_ms.index)
     costs = []
     for cell_id, (values, group) in enumerate(cells):
         key = {name: _key_value(value) for name, value in zip(CELL_KEY, values, strict=True)}
@@ -83,8 +83,8 @@ def step_costs(cost_rows: pd.DataFrame) -> list[StepCosts]:
         decode = decode_ms.reindex(steps.index).dropna(axis="columns", how="all")
         by_backend = {str(name): decode[name].to_numpy(float) for name in decode}
         notes = _notes(group, plain, key) if doubted else ()
-        at_rounds = parts_ms.reindex([(cell_id, *place) for place in steps.index])
-        of_parts = {name: at_rounds[name].to_numpy(float) for name in parts if at_rounds[name].notna().any()}
+        columns = dict(zip(parts, at_rounds.loc[[cell_id]].to_numpy(float).T, strict=True))
+        of_parts = {name: values for name, values in columns.items() if np.isfinite(values).any()}
         costs.append(StepCosts(key, steps.to_numpy(float), by_backend, of_parts, _origin(group, key), notes))
     return costs
 

@@ -12,7 +12,8 @@ from labkit.cause import inefficiency, slope_causes, waterfall
 from labkit.composed import cost_rows
 from labkit.curves import matching_curves
 from labkit.errors import InputError
-from labkit.step_costs import step_costs
+from labkit.rows import is_missing
+from labkit.step_costs import StepCosts, step_costs
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Surface:
     floors : measured break-even beside one read of weights and cache, `labkit.cause.inefficiency`.
     best : best k per context and batch, `labkit.best_k.best_k`; empty without acceptance.
     regret : what one k everywhere loses, `labkit.best_k.regret`; empty without acceptance.
+    costs, rows : the cost cells behind it, and the rows that were given.
     """
 
     result: Breakeven
@@ -33,15 +35,18 @@ class Surface:
     floors: pd.DataFrame
     best: pd.DataFrame
     regret: pd.DataFrame
+    costs: list[StepCosts]
+    rows: pd.DataFrame
 
 
 SETTING = ("gpu", "target", "drafter", "weight_dtype", "kv_dtype")
 
 
-def select(surface: Surface, **where: Any) -> Surface:
+def select(surface: Surface, *, widest: str | None = None, **where: Any) -> Surface:
     """The part of a surface with one gpu, target, drafter and dtypes: what a figure can hold.
 
-    where : values of these columns; of what is left the setting with most judged cells, then with most cells.
+    where : values of these columns. widest : of what is left, the setting with most values of this column; then with
+    most judged cells, then with most cells.
 
     Raises InputError: a value that is not there; the ones that are are listed.
     """
@@ -51,8 +56,9 @@ def select(surface: Surface, **where: Any) -> Surface:
             known = ", ".join(map(str, cells[name].dropna().unique())) if name in SETTING else ", ".join(SETTING)
             raise InputError(f"{name}: want one of {known}; got {value!r}")
         cells = cells[cells[name] == value]
-    counts = cells.groupby(list(SETTING), dropna=False)["speedup"].agg(["count", "size"])
-    chosen = dict(zip(SETTING, counts.sort_values(["count", "size"]).index[-1], strict=True))
+    settings = cells.groupby(list(SETTING), dropna=False)
+    counts = settings["speedup"].agg(["count", "size"]).assign(wide=settings[widest].nunique() if widest else 0)
+    chosen = dict(zip(SETTING, counts.sort_values(["wide", "count", "size"]).index[-1], strict=True))
 
     def part(table: pd.DataFrame) -> pd.DataFrame:
         for name in (name for name in SETTING if name in table):
@@ -63,9 +69,15 @@ def select(surface: Surface, **where: Any) -> Surface:
     own = part(surface.result.cells)
     curves: list[list[Any]] = [[curve for curve, _ in matching_curves(found, own)] for found in
               (surface.result.crossovers, surface.result.turning_points)]  # fmt: skip
-    result = replace(surface.result, cells=own, crossovers=curves[0], turning_points=curves[1])
-    tables = (surface.waterfall, surface.causes, surface.floors, surface.best, surface.regret)
-    return Surface(result, *map(part, tables))
+    judged = replace(surface.result, cells=own, crossovers=curves[0], turning_points=curves[1])
+    names = ("waterfall", "causes", "floors", "best", "regret")
+    tables: dict[str, Any] = {name: part(getattr(surface, name)) for name in names}
+    costs = [cost for cost in surface.costs if all(_same(cost.key[name], value) for name, value in chosen.items())]
+    return replace(surface, result=judged, costs=costs, **tables)
+
+
+def _same(a: Any, b: Any) -> bool:
+    return bool(a == b) or (is_missing(a) and is_missing(b))
 
 
 def verdict_surface(
@@ -98,8 +110,8 @@ def verdict_surface(
     if isinstance(acceptance, pd.DataFrame):
         ks = costs["num_speculative_tokens"].dropna().astype(int).unique()
         acceptance = cut_acceptance(acceptance, [int(k) for k in ks])
-    result = breakeven(costs, acceptance, acceptance_from=acceptance_from, **options)
     cells = step_costs(costs)
+    result = breakeven(cells, acceptance, acceptance_from=acceptance_from, **options)
     judged = result.cells["speedup"].notna().any()
     empty = pd.DataFrame()
     return Surface(
@@ -109,6 +121,8 @@ def verdict_surface(
         inefficiency(result.cells),
         best_k(result.cells) if judged else empty,
         regret(result.cells) if judged else empty,
+        cells,
+        rows,
     )
 
 

@@ -78,13 +78,21 @@ def render(result: Breakeven) -> str:
 
 
 def crossing_lines(result: Breakeven) -> list[str]:
-    """Where each curve crosses break-even, in words, with the interval; ``open``: beyond the measured contexts."""
+    """Where each curve crosses break-even, in words, with the interval; ``open``: beyond the measured cells.
+
+    Along the context first, then along the batch size.
+    """
     lines = []
-    for curve in result.crossovers:
-        name = f"{curve['verify_backend']}, k={curve['num_speculative_tokens']:.0f}, {curve['workload'] or 'imposed'}"
-        for crossing in curve["crossovers"]:
-            bounds = ["open" if crossing[side] is None else f"{crossing[side]:,.0f}" for side in ("low", "high")]
-            claim = crossing["direction"] if crossing["decided"] else "undecided around"
-            at = f"{crossing['context_len']:,.0f} [{', '.join(bounds)}]"
-            lines.append(f"{name}: {claim} {at} tokens of context")
+    for curves, axis, unit in (
+        (result.crossovers, "context_len", "tokens of context"),
+        (result.turning_points, "batch_size", "concurrent requests"),
+    ):
+        for curve in curves:
+            name = f"{curve['verify_backend']}, k={curve['num_speculative_tokens']:.0f}"
+            name += f", {curve['workload'] or 'imposed'}"
+            name += f", context {curve['context_len']:,.0f}" if axis == "batch_size" else ""
+            for crossing in curve["crossovers"]:
+                bounds = ["open" if crossing[side] is None else f"{crossing[side]:,.0f}" for side in ("low", "high")]
+                claim = crossing["direction"] if crossing["decided"] else "undecided around"
+                lines.append(f"{name}: {claim} {crossing[axis]:,.0f} [{', '.join(bounds)}] {unit}")
     return lines

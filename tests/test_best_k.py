@@ -181,7 +181,19 @@ def test_capacity_is_the_arithmetic_of_the_shapes() -> None:
     assert plan["num_tokens"] == int((141 * 0.9 - 16.060522496) * 1e9 // 131_072)
     fits = {cell["batch_size"]: cell for cell in plan["cells"]}
     assert fits[64]["fits"]
-    assert fits[1024]["reason"].startswith("needs 1074.4 GB of KV cache, 110.8 GB free beside 16.1 GB of weights")
+    assert fits[1024]["reason"].startswith(
+        "needs 1074.4 GB of KV cache and states, 110.8 GB free beside 16.1 GB of weights"
+    )
+
+
+def test_capacity_counts_the_states_of_a_hybrid_once_per_request() -> None:
+    """hybrid-27b: 65,536 bytes of KV per token and 150,994,944 bytes of float32 states per request."""
+    options = ["context_len=1k,128k", "batch_size=8", "k=3"]
+    (plan,) = capacity("hybrid-27b", "h200", assignments=options)["plans"]
+    assert plan["kv_bytes_per_token"] == 65_536
+    short, long = plan["cells"]
+    assert short["needed_gb"] == pytest.approx(8 * (1028 * 65_536 + 150_994_944) / 1e9)
+    assert long["needed_gb"] - short["needed_gb"] == pytest.approx(8 * 127 * 1024 * 65_536 / 1e9)
 
 
 def test_capacity_halves_the_cache_with_its_dtype_and_charges_the_drafter() -> None:

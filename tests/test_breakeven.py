@@ -2,6 +2,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -505,19 +506,38 @@ def test_import_is_light() -> None:
     assert float(seconds) < 5
 
 
+# Timing as it comes: spread of samples, drift of the clock, spikes, noise that lasts from round to round.
+REAL_NOISE = Noise(sample=0.03, drift=0.02, spikes=0.05, autocorrelation=0.3)
+
+
 def test_intervals_cover_and_verdicts_are_rarely_wrong() -> None:
-    """200 planted worlds of 16 prompts and 8 rounds; the bounds allow for three standard errors around 95%."""
-    found = calibrate(200)
-    assert 0.90 <= found.covered <= 1.0
-    assert 0.90 <= found.cost_covered <= 1.0
+    """120 planted worlds of 24 prompts and 12 rounds; the bounds allow for three standard errors around 95%."""
+    found = calibrate(120, num_prompts=24, num_rounds=12, noise=REAL_NOISE, resamples=400)
+    assert 0.89 <= found.covered <= 1.0
+    assert 0.84 <= found.cost_covered <= 1.0
     assert 0.88 <= found.length_covered <= 1.0
     assert found.wrong <= 0.025
-    assert found.decided_when_clear >= 0.5
+    assert found.decided_when_clear >= 0.7
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("options", [{"num_rounds": 20}, {"num_prompts": 24, "num_rounds": 12}, {"num_prompts": 8}])
-def test_intervals_cover_in_many_worlds(options: dict) -> None:
-    found = calibrate(1000, **options)
-    assert 0.93 <= found.covered <= 0.98
+@pytest.mark.parametrize(
+    ("options", "coverage", "decided"),
+    [
+        # With fewer prompts the spread between texts decides less; what is decided stays right.
+        ({"num_prompts": 8}, (0.93, 0.98), 0.4),
+        ({"num_prompts": 16}, (0.93, 0.97), 0.6),
+        ({"num_prompts": 24, "num_rounds": 12}, (0.93, 0.97), 0.8),
+        ({"num_prompts": 24, "num_rounds": 16, "samples_per_round": 4}, (0.93, 0.97), 0.8),
+    ],
+    ids=["8 prompts", "16 prompts", "24 prompts", "24 prompts, 16 rounds"],
+)
+def test_intervals_cover_in_a_thousand_worlds(
+    options: dict, coverage: tuple[float, float], decided: float, record_property: Callable
+) -> None:
+    found = calibrate(1000, noise=REAL_NOISE, **options)
+    print(f"{options}: {found}")
+    record_property("calibration", str(found))
+    assert coverage[0] <= found.covered <= coverage[1]
     assert found.wrong <= 0.025
+    assert found.decided_when_clear >= decided

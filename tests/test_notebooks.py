@@ -27,7 +27,9 @@ FIGURES = {
     "01_verify_attention": {"01_attention", "01_over_floor"},
     "02_step_anatomy": {"02_step", "02_pairings", "02_ladder"},
     "03_acceptance": {"03_acceptance"},
-    "04_breakeven": {"04_breakeven", "04_speedup"},
+    "04_breakeven": {"04_breakeven", "04_cause", "04_speedup"},
+    "05_draft_length": {"05_draft_length"},
+    "06_concurrency": set(),
     "08_field_conclusions": set(),
     "09_explorer": {"09_explorer"},
 }
@@ -37,6 +39,8 @@ ANSWERS = {
     "02_step_anatomy": "Closure of random:llama-3-8b at batch 1, parts of a forward",
     "03_acceptance": "How many tokens does a verify step yield",
     "04_breakeven": "verify on sdpa: pays in",
+    "05_draft_length": "everywhere loses at most",
+    "06_concurrency": "only batch 1 was measured here",
     "08_field_conclusions": "published cases",
     "09_explorer": "verify on per_token: pays in",
 }

@@ -11,6 +11,7 @@ from labkit.errors import InputError
 from labkit.forward_costs import FREE
 from labkit.step_costs import step_costs
 from labkit.surface import read_rates, verdict_surface
+from labkit.verdict import crossing_lines
 from tests.worlds import AcceptanceWorld, CostWorld, StepWorld, acceptance_rows, cost_rows, step_rows
 
 WORLD = StepWorld()
@@ -66,6 +67,19 @@ def test_loop_and_step_rows_of_one_frame_both_count() -> None:
     loop = cost_rows(CostWorld(lambda *_: 10.0, lambda _, __, j: 12.0))
     cells = verdict_surface(pd.concat([loop, step_rows(WORLD)], ignore_index=True)).result.cells
     assert set(cells["drafter"]) == {"ngram", "eagle3", FREE}
+
+
+def test_a_cell_of_the_loop_is_not_pooled_with_composed_steps() -> None:
+    world = CostWorld(lambda *_: 10.0, lambda _, __, j: 20.0, context_lens=(4096,), num_speculative_tokens=7,
+                      target="qwen3-8b", gpu="nvidia-h200", verify_backends=("triton_split",),
+                      decode_backends=("triton_split",), drafter=FREE)  # fmt: skip
+    loop = cost_rows(world).assign(weight_dtype="bfloat16", kv_dtype="bfloat16", draft_backend=None)
+    rows = pd.concat([loop.astype({"context_len": float}), step_rows(WORLD)], ignore_index=True)
+    cells = verdict_surface(rows, resamples=200).result.cells
+    same = cells[(cells["context_len"] == 4096) & (cells["drafter"] == FREE)]
+    costs = same.set_index("num_speculative_tokens")["relative_step_cost"]
+    assert costs[7] == pytest.approx(2.0)
+    assert costs[3] == pytest.approx(1.0)
 
 
 # ---- cause ----------------------------------------------------------------------------------------------------------
@@ -158,7 +172,7 @@ def test_acceptance_joins_inside_its_band_for_the_same_pair_only() -> None:
     assert set(cells.loc[inside & (cells["num_speculative_tokens"] == 3), "origin"]) == {"modelled"}
     assert set(cells.loc[inside & (cells["num_speculative_tokens"] == 7), "origin"]) == {"measured"}
     assert set(surface.best["context_len"]) == {4096, 16384}
-    with pytest.raises(InputError, match="drafter is eagle3, none .* in the cost rows and mtp in the acceptance rows"):
+    with pytest.raises(InputError, match=r"drafter is eagle3, none .* in the cost rows and mtp in the acceptance rows"):
         verdict_surface(step_rows(WORLD), acceptance_rows(text.with_(drafter="mtp")))
 
 
@@ -174,4 +188,7 @@ def test_the_turning_point_with_concurrency_is_found() -> None:
     assert turn["low"] <= truth * 1.05
     assert turn["high"] >= truth * 0.95
     assert turn["batch_size"] == pytest.approx(truth, rel=0.1)
+    (line,) = crossing_lines(surface.result)
+    assert line.startswith("triton_split, k=7, imposed, context 16,384: pays below 1")
+    assert line.endswith("concurrent requests")
     assert verdict_surface(step_rows(WORLD), 3.0, resamples=200).result.turning_points == []

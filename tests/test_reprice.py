@@ -1,0 +1,233 @@
+"""A recorded generation under other costs, forced acceptance as instrument, and the field's formulas."""
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from labkit.breakeven import breakeven
+from labkit.drafting.forced import ForcedDrafter, fixed_acceptance
+from labkit.errors import InputError
+from labkit.experiments.acceptance import make_drafter
+from labkit.forcing import all_reject_ratio, forcing_check
+from labkit.formulas import (
+    DRAWN,
+    fitted_chance,
+    formula_errors,
+    formula_table,
+    formulas,
+    geometric_length,
+    leviathan,
+    magicdec,
+)
+from labkit.models.target import ModelTarget
+from labkit.models.weights import load_model
+from labkit.reprice import measured_speedup, reprice, reprice_check
+from labkit.results import load_runs
+from labkit.speculation import accept_forced, speculate
+from labkit.step_costs import step_costs
+from labkit.verdict import fixed_context
+from tests.test_best_k import geometric
+from tests.worlds import CostWorld, Noise, cost_rows
+
+CONTEXTS = (1024, 2048, 4096)
+
+
+def step_ms(context: float, j: int) -> float:
+    """Planted: linear in context, and a price per draft."""
+    return 10.0 + context / 1024 + j * (1 + context / 2048)
+
+
+WORLD = CostWorld(
+    lambda _, context: 10.0 + context / 1024, lambda _, context, j: step_ms(context, j), context_lens=CONTEXTS
+)
+
+
+def recorded(seed: int = 0, num_prompts: int = 6, noise: float = 0.0) -> pd.DataFrame:
+    """Both arms of real generations at contexts between the cost cells, timed by the planted costs."""
+    rng, rows = np.random.default_rng(seed), []
+    for prompt in range(num_prompts):
+        context = 1100.0
+        for index in range(60):
+            drafted = int(rng.choice([0, 4], p=[0.3, 0.7]))
+            kept = int(min(rng.geometric(0.4) - 1, drafted))
+            common = {"prompt_id": f"p{prompt}", "group": f"p{prompt}", "round": 0, "step_index": index}
+            common |= {"context_len": context, "run_id": "real", "target": "tiny", "status": "ok", "origin": "measured"}
+            common |= {"weight_dtype": "float32", "kv_dtype": "float32", "decode_backend": None, "verify_backend": None}
+            time = step_ms(context, drafted) * np.exp(rng.normal(0, noise))
+            speculative = {"arm": "speculative", "num_drafted_tokens": drafted, "num_accepted_tokens": float(kept)}
+            speculative |= {"verify_backend": "sdpa", "drafter": "ngram", "num_speculative_tokens": 4.0}
+            rows.append(common | speculative | {"step_ms": time, "verify_ms": time - 1, "draft_ms": 1.0})
+            for token in range(kept + 1):
+                plain = {"arm": "plain", "num_drafted_tokens": 0, "num_accepted_tokens": 0.0, "decode_backend": "sdpa"}
+                rows.append(common | plain | {"step_ms": 10.0 + (context + token) / 1024})
+            context += kept + 1
+    return pd.DataFrame(rows)
+
+
+def test_the_own_costs_give_back_what_was_measured() -> None:
+    trace = recorded()
+    found = reprice(trace, cost_rows(WORLD))
+    truth = measured_speedup(trace)["speedup"].iloc[-1]
+    assert found.speedup == pytest.approx(truth, rel=2e-3)
+    assert found.low == found.high == found.speedup  # exact costs have no spread
+    assert found.text_low < truth < found.text_high
+    assert (found.notes, found.origin) == ((), "modelled")
+
+
+def test_another_pairing_context_and_k_follow_the_planted_costs() -> None:
+    trace = recorded()
+    steps = trace[trace["arm"] == "speculative"]
+    drafted, kept = (steps[name].to_numpy() for name in ("num_drafted_tokens", "num_accepted_tokens"))
+    at = reprice(trace, cost_rows(WORLD), context_len=3072)
+    wanted = (kept + 1).sum() * 13.0 / sum(step_ms(3072, j) for j in drafted)
+    assert at.speedup == pytest.approx(wanted)
+    assert at.plain_ms_per_token == pytest.approx(13.0)
+    cut = reprice(trace, cost_rows(WORLD), context_len=3072, k=2)
+    cut_tokens = np.minimum(kept, 2) + 1
+    per_token = sum(step_ms(3072, min(j, 2)) for j in drafted) / cut_tokens.sum()
+    assert cut.ms_per_token == pytest.approx(per_token, rel=0.02)
+    assert cut.notes == ("cut from k = 4",)
+    slow = WORLD.with_(
+        verify_backends=("sdpa", "per_token"),
+        step_ms=lambda name, context, j: step_ms(context, j) * (2 if name == "per_token" else 1),
+    )
+    half = reprice(trace, cost_rows(slow), where={"verify_backend": "per_token"})
+    assert half.speedup == pytest.approx(reprice(trace, cost_rows(WORLD)).speedup / 2)
+
+
+def test_the_interval_holds_what_other_launches_measure() -> None:
+    noisy = WORLD.with_(noise=Noise(sample=0.03, spikes=0.05), num_rounds=16)
+    inside = []
+    for seed in range(10):
+        trace = recorded(seed, noise=0.03)
+        found = reprice(trace, cost_rows(noisy, np.random.default_rng(seed)), resamples=400)
+        inside.append(found.low <= measured_speedup(trace)["speedup"].iloc[-1] <= found.high)
+    assert np.mean(inside) >= 0.7
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"k": 5}, "k must lie between 1 and the recorded 4"),
+        ({"where": {"verify_backend": "fa3"}}, "verify_backend 'fa3' was not measured; there is sdpa"),
+        ({"context_len": 65536}, "costs only at 1024 to 4096"),
+    ],
+)
+def test_what_cannot_be_priced_is_refused(options: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        reprice(recorded(), cost_rows(WORLD), **options)
+    plain = recorded()
+    with pytest.raises(InputError, match="want speculative steps"):
+        reprice(plain[plain["arm"] == "plain"], cost_rows(WORLD))
+
+
+def test_far_beyond_is_refused_and_near_is_said() -> None:
+    trace = recorded()
+    near = reprice(trace.assign(context_len=900.0), cost_rows(WORLD))
+    assert near.notes == ("100% of the steps lie outside the measured contexts: priced at the nearest",)
+    other = reprice(trace.assign(launch_mode="graph"), cost_rows(WORLD))
+    assert other.notes == ("launch_mode: trace graph, costs eager",)
+
+
+def test_the_recorded_generations_lie_inside_the_predicted_interval() -> None:
+    """Committed rows: SmolLM2 on a CPU, real generations of one run priced by the cost cells of another."""
+    loop = load_runs("loop")
+    real = loop[(loop["origin"] == "measured") & (loop["weight_dtype"] == "float32")]
+    (row,) = reprice_check(real, fixed_context(loop)).to_dict("records")
+    assert row["inside"], row
+    assert abs(row["error"]) < 0.1
+    assert row["num_prompts"] == 12
+
+
+# ---- forced acceptance ----------------------------------------------------------------------------------------------
+
+
+def test_forcing_leaves_the_work_of_a_step_unchanged() -> None:
+    """Imposed 0 or k of k: the same forwards of the same widths, and one draft call, in every step."""
+    decoder, calls = load_model("random:tiny"), {}
+    for accepted in (0, 3):
+        target = ModelTarget(decoder, batch_size=1, max_context_len=128, verify_backend="sdpa")
+        seen: list[tuple[str, int]] = []
+        forward = target._forward
+
+        def counted(requests, tokens, backend, forward=forward, seen=seen):
+            seen.append((backend, tokens.shape[1]))
+            return forward(requests, tokens, backend)
+
+        target._forward = counted
+        drafter = ForcedDrafter(make_drafter("ngram"), accepted=fixed_acceptance(accepted), length=3)
+        prompt = torch.arange(1, 33).tolist()
+        options = {"num_speculative_tokens": 3, "max_new_tokens": 64, "max_steps": 6, "accept": accept_forced}
+        (generation,) = speculate(target, drafter, [prompt], **options)
+        assert {step.num_accepted_tokens for step in generation.steps} == {accepted}
+        calls[accepted] = seen
+    assert calls[0] == calls[3]
+    assert set(calls[0]) == {("sdpa", 4)}
+
+
+def test_planted_forcing_is_neutral_or_not() -> None:
+    trace = recorded(noise=0.002)
+    found = forcing_check(trace).set_index("part")
+    assert found["neutral"].all()
+    assert found["resolved"].all()
+    slow = trace.assign(verify_ms=trace["verify_ms"] * (1 + 0.1 * (trace["num_accepted_tokens"] == 4)))
+    found = forcing_check(slow).set_index("part")
+    assert not found.loc["verify_ms", "neutral"]
+    assert found.loc["verify_ms", "ratio"] == pytest.approx(1.1, rel=0.02)
+    with pytest.raises(InputError, match="want steps that keep all drafts"):
+        forcing_check(trace[trace["num_accepted_tokens"] == 0])
+
+
+def test_the_all_reject_ratio_is_the_relative_cost() -> None:
+    noisy = WORLD.with_(noise=Noise(sample=0.02), context_lens=(1024,), num_rounds=12)
+    trace = recorded(noise=0.01).assign(context_len=1024.0)
+    trace.loc[trace["arm"] == "speculative", "step_ms"] = trace["num_drafted_tokens"].map(lambda j: step_ms(1024, j))
+    trace.loc[trace["arm"] == "plain", "step_ms"] = 11.0
+    (row,) = all_reject_ratio(trace, step_costs(cost_rows(noisy))).to_dict("records")
+    assert row["all_reject"] == pytest.approx(step_ms(1024, 4) / 11)
+    assert row["inside"]
+    (row,) = all_reject_ratio(trace.assign(step_ms=trace["step_ms"] * np.where(trace["arm"] == "plain", 1, 1.3)),
+                              step_costs(cost_rows(noisy))).to_dict("records")  # fmt: skip
+    assert not row["inside"]
+
+
+def test_acceptance_does_not_change_the_verify_time_of_the_recorded_steps() -> None:
+    loop = load_runs("loop")
+    real = loop[(loop["origin"] == "measured") & (loop["weight_dtype"] == "float32")]
+    verify = forcing_check(real).set_index("part").loc["verify_ms"]
+    assert verify["neutral"]
+    assert verify["resolved"]
+
+
+# ---- formulas -------------------------------------------------------------------------------------------------------
+
+
+def test_formulas_by_hand() -> None:
+    assert leviathan(0.8, 4, 0.1) == pytest.approx((1 - 0.8**5) / (0.2 * 1.4))
+    assert magicdec(0.8, 4, 0.1, 1.3) == pytest.approx((1 - 0.8**5) / 0.2 / 1.7)
+    # A gain for some k if and only if the chance exceeds the cost of a draft (Corollary 3.9).
+    assert leviathan(0.3, 1, 0.29) > 1 > leviathan(0.3, 1, 0.31)
+    assert fitted_chance(geometric_length(0.63, 5), 5) == pytest.approx(0.63)
+
+
+def test_in_their_own_world_the_formulas_are_right_and_elsewhere_their_error_is_told() -> None:
+    """Drafts kept with one chance, drafting apart, verify a fifth dearer than decode: MagicDec holds, Leviathan not."""
+    rows = pd.concat([
+        cost_rows(CostWorld(lambda *_: 10.0, lambda _, __, j: 10.0 + (2.0 + 0.5 * j) * (j > 0),
+                            num_speculative_tokens=k, run_id=f"r{k}")) for k in (2, 4)])  # fmt: skip
+    rows["draft_ms"] = 0.5 * rows["num_drafted_tokens"]
+    cells = breakeven(rows, pd.concat([geometric(k, 0.6) for k in (2, 4)]), resamples=200).cells
+    table = formula_table(step_costs(rows), cells)
+    errors = table.set_index(["formula", "k"])["error"]
+    assert errors["MagicDec"].tolist() == pytest.approx([0, 0], abs=1e-3)
+    assert errors["Forced rejection"].tolist() == pytest.approx([0, 0], abs=1e-3)
+    assert errors["Leviathan et al.", 4] == pytest.approx((12 + 2) / 12 - 1, rel=1e-2)
+    worst = formula_errors(table).set_index("formula")["worst_error"]
+    assert worst["Leviathan et al."] == pytest.approx(errors["Leviathan et al."].max())
+
+
+def test_every_formula_has_assumptions_and_a_citation() -> None:
+    table = formulas()
+    assert set(table.loc[table["drawn"] == "yes", "name"]) == set(DRAWN)
+    assert table[["formula", "assumptions", "leaves_out", "source"]].ne("").all(axis=None)
