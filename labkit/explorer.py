@@ -141,12 +141,9 @@ class Explorer:
     def first(self) -> Choice:
         """Where to begin: the fullest device, model and drafter, with acceptance if there is any."""
         rows = self.costs[self.costs["arm"] == "speculative"]
-        known = (
-            set(map(tuple, self.acceptance[["target", "drafter"]].drop_duplicates().to_numpy()))
-            if len(self.acceptance)
-            else set()
-        )
-        joins = pd.Series([pair in known for pair in zip(rows["target"], rows["drafter"], strict=True)], rows.index)
+        names = ["target", "drafter", "num_speculative_tokens"]
+        known = set(self.acceptance[names].itertuples(index=False, name=None)) if len(self.acceptance) else set()
+        joins = pd.Series([key in known for key in rows[names].itertuples(index=False, name=None)], rows.index)
         rows = rows[joins] if joins.any() else rows
         chosen: dict[str, Any] = {}
         for name in COST_FIELDS:
