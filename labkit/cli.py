@@ -172,7 +172,7 @@ def _add_publishing(add: _Add) -> None:
     demo.add_argument("--out", type=Path, default=Path("build/demo"), metavar="DIR")
 
     figure = add(
-        "figure", _figure, "one figure of any runs: breakeven, speedup, attention, over_floor, ladder, acceptance"
+        "figure", _figure, "one figure of any runs: breakeven, speedup, attention, over_floor, ladder, acceptance, step"
     )
     figure.add_argument("figure", metavar="NAME", help="which figure")
     figure.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="runs or folders (default: data/runs)")

@@ -22,6 +22,7 @@ from labkit.panels import figure_breakeven, figure_speedup
 from labkit.plots_acceptance import figure_acceptance
 from labkit.plots_attention import figure_attention
 from labkit.plots_floor import figure_ladder, figure_over_floor
+from labkit.plots_step import figure_step_parts
 from labkit.results import experiments_in, find_runs, load_runs, load_sidecars
 from labkit.style import COLUMN_WIDTH_IN, TEXT_WIDTH_IN
 from labkit.verdict import parse_length
@@ -114,6 +115,16 @@ def _acceptance(data: _Data, **style: Any) -> Figure:
     return figure_acceptance(data.rows("acceptance"), **style)
 
 
+def _step(data: _Data, *, labels: Mapping[str, str] | None, width_in: float) -> Figure:
+    length = data.request.acceptance_length
+    if length is None or labels:
+        raise InputError("figure step: wanted --acceptance-length X for its line, and no --label (it names roles)")
+    value = parse_length(length)
+    rows = data.rows("step")
+    options: dict[str, Any] = {"sidecars": load_sidecars("step", *data.used), "width_in": width_in}
+    return figure_step_parts(rows, acceptance_length=value[0] if isinstance(value, tuple) else value, **options)
+
+
 FIGURES: Mapping[str, Callable[..., Figure]] = {
     "breakeven": _breakeven,
     "speedup": _speedup,
@@ -121,6 +132,7 @@ FIGURES: Mapping[str, Callable[..., Figure]] = {
     "over_floor": _over_floor,
     "ladder": _ladder,
     "acceptance": _acceptance,
+    "step": _step,
 }
 
 

@@ -1,5 +1,6 @@
 """A real JupyterLab and a real Chromium for the browser tests: start, open, run, read."""
 
+import contextlib
 import json
 import os
 import secrets
@@ -46,13 +47,14 @@ class Lab:
         self.process = subprocess.Popen(command, env=environment, stdout=self.log, stderr=self.log, cwd=folder)
         self.url = self._wait(folder / "runtime_dir" / f"jpserver-{self.process.pid}.json")
 
-    def _wait(self, record: Path, limit_s: float = 60.0) -> str:
+    def _wait(self, record: Path, limit_s: float = 90.0) -> str:
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline and self.process.poll() is None:
             if record.exists() and record.read_text().strip():
                 url = json.loads(record.read_text())["url"]
                 request = urllib.request.Request(f"{url}api/status", headers={"Authorization": f"token {self.token}"})
-                with urllib.request.urlopen(request, timeout=10):
+                # The record is there before the socket listens.
+                with contextlib.suppress(OSError), urllib.request.urlopen(request, timeout=10):
                     return url
             time.sleep(0.2)
         raise RuntimeError(f"JupyterLab did not start:\n{(self.folder / 'lab.log').read_text()[-2000:]}")
