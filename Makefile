@@ -45,8 +45,8 @@ test: lint  ## lint, types and tests
 soak: $(STAMP)  ## the long tests
 	$(BIN)/python -m pytest -m soak -rs
 
-lab: $(STAMP)  ## JupyterLab on 127.0.0.1
-	$(BIN)/jupyter lab --ip=127.0.0.1 notebooks
+lab: $(STAMP)  ## JupyterLab on 127.0.0.1, with token and execution times
+	JUPYTER_CONFIG_PATH=$(CURDIR)/jupyter $(BIN)/jupyter lab notebooks
 
 figures: $(STAMP)  ## draw the committed figures again from the committed data
 	$(BIN)/labkit figures

@@ -113,6 +113,7 @@ def _add_reading(add: _Add) -> None:
     lengths.add_argument("--acceptance", nargs="+", type=Path, metavar="PATH", help="acceptance runs")
     lengths.add_argument("--acceptance-length", metavar="X[,LOW,HIGH]", help="imposed mean acceptance length")
     breakeven.add_argument("--acceptance-from", metavar="MODEL", help="borrow another target's acceptance")
+    breakeven.add_argument("--out", type=Path, metavar="F", help="also write the table: .tex, .html, .csv or .parquet")
     breakeven.add_argument("--baseline", default="fastest", help="fastest, same, or a decode backend")
     _json_flag(breakeven)
 
@@ -176,6 +177,17 @@ def _add_publishing(add: _Add) -> None:
     demo.add_argument("--preset", default="auto", help="cpu, gpu, ci or auto")
     demo.add_argument("--out", type=Path, default=Path("build/demo"), metavar="DIR")
 
+    figure = add(
+        "figure", _figure, "one figure of any runs: breakeven, speedup, attention, over_floor, ladder, acceptance, step"
+    )
+    figure.add_argument("figure", metavar="NAME", help="which figure")
+    figure.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="runs or folders (default: data/runs)")
+    figure.add_argument("--out", type=Path, required=True, metavar="F", help=".svg, .pdf, .png; .html: a page to send")
+    figure.add_argument("--width", default="text", help="column (3.4 in), text (7 in) or inches")
+    figure.add_argument("--label", nargs="+", action="extend", default=[], metavar="NAME=TEXT", help="display names")
+    figure.add_argument("--where", nargs="+", action="extend", default=[], metavar="COLUMN=V,..", help="rows to draw")
+    figure.add_argument("--acceptance-length", metavar="X[,LOW,HIGH]", help="imposed, instead of stored acceptance")
+
     figures = add("figures", _figures, "draw the committed figures from the committed data")
     figures.add_argument("--stale", action="store_true", help="only list figures whose data or code changed")
 
@@ -227,6 +239,10 @@ def _breakeven(arguments: argparse.Namespace) -> None:
         baseline=arguments.baseline,
     )
     print(result.to_json() if arguments.json else render(result))
+    if arguments.out:
+        from labkit.tables import write_table
+
+        write_table(result, arguments.out)
 
 
 def _best_k(arguments: argparse.Namespace) -> None:
@@ -294,6 +310,12 @@ def _demo(arguments: argparse.Namespace) -> int:
     from labkit.tour import demo
 
     return demo(arguments.out, preset=arguments.preset)
+
+
+def _figure(arguments: argparse.Namespace) -> None:
+    from labkit.named_figures import run_from_arguments
+
+    run_from_arguments(arguments)
 
 
 def _figures(arguments: argparse.Namespace) -> int:

@@ -31,6 +31,7 @@ FIGURES = {
     "05_draft_length": {"05_draft_length"},
     "06_concurrency": set(),
     "08_field_conclusions": set(),
+    "09_explorer": {"09_explorer"},
 }
 ANSWERS = {
     "00_start_here": "verify on per_token: pays in",
@@ -41,6 +42,7 @@ ANSWERS = {
     "05_draft_length": "everywhere loses at most",
     "06_concurrency": "only batch 1 was measured here",
     "08_field_conclusions": "published cases",
+    "09_explorer": "verify on per_token: pays in",
 }
 
 
