@@ -249,7 +249,8 @@ def find_runs(experiment: str, *paths: str | Path, gpu: str | None = None) -> li
         where = ", ".join(_source_name(root) for root in roots)
         if devices:
             raise InputError(f"gpu: wanted one of {', '.join(sorted(devices))} (in {where}), got {gpu!r}")
-        raise InputError(f"no runs of {experiment} in {where}; `labkit run {experiment}` makes one")
+        command = experiment if experiment == "replay" else f"run {experiment}"
+        raise InputError(f"no runs of {experiment} in {where}; `labkit {command}` makes one")
     return [found[run_id] for run_id in sorted(found)]
 
 

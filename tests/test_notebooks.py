@@ -28,6 +28,7 @@ FIGURES = {
     "02_step_anatomy": {"02_step", "02_pairings", "02_ladder"},
     "03_acceptance": {"03_acceptance"},
     "04_breakeven": {"04_breakeven", "04_speedup"},
+    "07_engine_truth": set(),
     "08_field_conclusions": set(),
 }
 ANSWERS = {
@@ -36,6 +37,7 @@ ANSWERS = {
     "02_step_anatomy": "Closure of random:llama-3-8b at batch 1, parts of a forward",
     "03_acceptance": "How many tokens does a verify step yield",
     "04_breakeven": "verify on sdpa: pays in",
+    "07_engine_truth": "no step times from inside an engine",
     "08_field_conclusions": "published cases",
 }
 

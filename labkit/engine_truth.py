@@ -1,0 +1,247 @@
+"""Can labkit's own kernels and forwards foretell a real engine's relative step cost?
+
+Measured: step times inside the engine (rows of experiment replay, record "steps"), k drafts over plain decode.
+Predicted: the forward that labkit measured with the backends that ``engine_pairings.csv`` names for the engine's
+setting, plus what the engine adds on the host. That is two constants per engine setting, one for plain and one for
+speculative steps, fitted at the shortest context only; every other cell is a test.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from labkit.engines.roles import version_key
+from labkit.engines.tables import read_table
+from labkit.errors import InputError
+from labkit.results import find_runs, load_runs
+
+IMPOSED_LENGTHS = (1.5, 2.5, 4.0)
+TOLERANCE = 0.1  # a prediction is trusted to this; closer to break-even than that it is undecided
+CELL = ["run_id", "gpu", "engine", "engine_version", "endpoint", "setting", "target", "batch_size", "context_len"]
+_FORWARD = ["backend", "batch_size", "q_len", "context_len"]
+
+
+@dataclass(frozen=True)
+class EngineTruth:
+    """One row of ``cells`` per engine setting, k, batch and context; ``missing``: what stored rows lack, or ""."""
+
+    cells: pd.DataFrame
+    missing: str
+    files: tuple[Path, ...] = ()
+
+
+def load_truth(*paths: str | Path) -> EngineTruth:
+    """Measured cells and their predictions from stored rows of replay and step; empty, and said so, where none are."""
+    files, missing = [], []
+    try:
+        files += [run.path for run in find_runs("replay", *paths)]
+        cells = engine_cells(load_runs("replay", *files))
+    except InputError as error:
+        return EngineTruth(pd.DataFrame(), f"no step times from inside an engine: {error}")
+    forwards = pd.DataFrame(columns=["target", *_FORWARD, "forward_ms"])
+    try:
+        found = [run.path for run in find_runs("step", *paths)]
+        forwards, files = forward_times(load_runs("step", *found)), files + found
+    except InputError as error:
+        missing.append(f"no forwards to predict from: {error}")
+    cells = predict(cells, forwards)
+    if not missing:
+        missing = sorted(cells["reason"].dropna().unique())
+    return EngineTruth(cells, "; ".join(missing), tuple(files))
+
+
+def engine_cells(rows: pd.DataFrame) -> pd.DataFrame:
+    """Relative step cost per engine setting, k, batch and context, both arms from one run.
+
+    step_ms, plain_ms : median over windows of the windows' median step, ms. relative_step_cost with its low and high
+    from resampled windows. drafts_per_step : as the engine counted them, per request and step.
+
+    Raises InputError: no rows of engine steps.
+    """
+    kept = rows[(rows["record"] == "steps") & (rows["status"] == "ok")].copy()
+    if kept.empty:
+        raise InputError("replay rows: none holds steps of an engine (record steps)")
+    kept["setting"] = kept["verify_backend"].fillna(kept["decode_backend"])
+    kept["window_ms"] = [float(np.median(times)) for times in kept["step_times_ms"]]
+    found = []
+    for key, cell in kept.groupby(CELL, dropna=False):
+        plain = cell[cell["num_speculative_tokens"] == 0]["window_ms"].to_numpy()
+        for _, arm in cell[cell["num_speculative_tokens"] > 0].groupby("num_speculative_tokens"):
+            if len(plain):
+                found.append(dict(zip(CELL, key, strict=True)) | _arm(arm, plain))
+    if not found:
+        raise InputError("replay rows: no cell has both plain and speculative steps in one run")
+    return pd.DataFrame(found)
+
+
+def _arm(arm: pd.DataFrame, plain: np.ndarray) -> dict[str, Any]:
+    own, rng = arm["window_ms"].to_numpy(), np.random.default_rng(0)
+    draws = [np.median(rng.choice(side, (2000, len(side))), axis=1) for side in (own, plain)]
+    low, high = np.quantile(draws[0] / draws[1], [0.025, 0.975])
+    drafts = arm["num_drafted_tokens"].sum() / arm["num_verify_steps"].sum()
+    step_ms, plain_ms = float(np.median(own)), float(np.median(plain))
+    return {
+        "num_speculative_tokens": int(arm["num_speculative_tokens"].iloc[0]),
+        **{"drafts_per_step": float(drafts), "step_ms": step_ms, "plain_ms": plain_ms},
+        **{"relative_step_cost": step_ms / plain_ms, "relative_step_cost_low": low, "relative_step_cost_high": high},
+        "draft_ms": float(arm["draft_ms"].median()),
+    }
+
+
+def forward_times(rows: pd.DataFrame) -> pd.DataFrame:
+    """Median forward of the target, ms, per target, backend, batch, q_len and context; 16-bit, newest run per cell."""
+    kept = rows[(rows["status"] == "ok") & rows["phase"].isin(["decode", "verify"])]
+    kept = kept[(kept["weight_dtype"] == "bfloat16") & (kept["kv_dtype"] == "bfloat16")]
+    if "shared_prefix_len" in kept:
+        kept = kept[kept["shared_prefix_len"].fillna(0) == 0]
+    if kept.empty:
+        raise InputError("step rows: none of a 16-bit target's decode or verify")
+    kept = kept.assign(target=kept["target"].str.removeprefix("random:").str.partition("@")[0])
+    medians = kept.groupby(["target", *_FORWARD, "run_id"])["forward_ms"].median().reset_index()
+    return medians.sort_values("run_id").groupby(["target", *_FORWARD])["forward_ms"].last().reset_index()
+
+
+def paired_backends(engine: str, version: str | None, setting: str) -> tuple[str, str] | None:
+    """Decode and verify backend that a setting of an engine means here, by ``engine_pairings.csv``; None: unknown."""
+    for row in read_table("engine_pairings.csv"):
+        if row["engine"] == engine and setting in row["setting"].replace("(", " ").split() and _covers(row, version):
+            return row["decode_backend"], row["verify_backend"]
+    return None
+
+
+def _covers(row: dict[str, str], version: str | None) -> bool:
+    text, own = row["engine_version"], version_key(version or "")
+    if not own:
+        return True
+    if text.startswith("before "):
+        return own < version_key(text.removeprefix("before "))
+    low, _, high = text.partition(" to ")
+    parts = (high or low).count(".") + 1  # a last version of two parts holds for its patch releases
+    return version_key(low) <= own and own[:parts] <= version_key(high or low)[:parts]
+
+
+def predict(cells: pd.DataFrame, forwards: pd.DataFrame) -> pd.DataFrame:
+    """Add to measured cells ``predicted`` (NaN with a ``reason``), ``error``, and ``fitted``: the shortest context.
+
+    forwards : of `forward_times`. A forward between two measured q_len is interpolated linearly: the drafts of a step
+    are as the engine counted them.
+    """
+    parts = pd.DataFrame([_paired_forwards(cell, forwards) for cell in cells.to_dict("records")], index=cells.index)
+    table = pd.concat([cells, parts], axis=1)
+    columns = ("predicted", "plain_host_ms", "speculation_host_ms")
+    table = table.assign(**dict.fromkeys(columns, np.nan), fitted=False)
+    for _, part in table[table["reason"].isna()].groupby(["run_id", "endpoint"]):
+        first = part[part["context_len"] == part["context_len"].min()]
+        plain_host = float((first["plain_ms"] - first["decode_ms"]).median())
+        host = float((first["step_ms"] - first["verify_ms"]).median())
+        table.loc[part.index, ["plain_host_ms", "speculation_host_ms"]] = [plain_host, host]
+        table.loc[part.index, "predicted"] = (part["verify_ms"] + host) / (part["decode_ms"] + plain_host)
+        table.loc[first.index, "fitted"] = True
+    return table.assign(error=table["predicted"] / table["relative_step_cost"] - 1)
+
+
+def _paired_forwards(cell: dict[Any, Any], forwards: pd.DataFrame) -> dict[str, Any]:
+    """The paired backends of a cell, their forwards in ms, and why there are none."""
+    found = dict.fromkeys(("decode_backend", "verify_backend", "decode_ms", "verify_ms", "reason"))
+    found |= {"decode_ms": np.nan, "verify_ms": np.nan}
+    paired = paired_backends(cell["engine"], cell["engine_version"], cell["setting"])
+    if paired is None:
+        return found | {"reason": f"{cell['setting']} of {cell['engine']} is paired with no backend"}
+    here = forwards[["target", "batch_size", "context_len"]] == [
+        cell[n] for n in ("target", "batch_size", "context_len")
+    ]
+    ours = forwards[here.all(axis=1)]
+    q_lens = (1.0, 1 + cell["drafts_per_step"])
+    decode, verify = (_forward(ours[ours["backend"] == b], q) for b, q in zip(paired, q_lens, strict=True))
+    found |= {"decode_backend": paired[0], "verify_backend": paired[1], "decode_ms": decode, "verify_ms": verify}
+    if np.isnan(decode) or np.isnan(verify):
+        found["reason"] = f"no forwards of {' and '.join(dict.fromkeys(paired))} at some cells"
+    return found
+
+
+def _forward(rows: pd.DataFrame, q_len: float) -> float:
+    ordered = rows.sort_values("q_len")
+    lengths = ordered["q_len"].to_numpy(float)
+    if not len(lengths) or not lengths[0] <= q_len <= lengths[-1]:
+        return np.nan
+    return float(np.interp(q_len, lengths, ordered["forward_ms"].to_numpy(float)))
+
+
+def verdicts(cells: pd.DataFrame, lengths: Sequence[float] = IMPOSED_LENGTHS) -> pd.DataFrame:
+    """Per cell and imposed acceptance length: predicted and measured speed-up, decided, right.
+
+    decided : the predicted speed-up is further from 1 than `TOLERANCE`. right : both are on one side of 1; None where
+    undecided. Lengths above k+1 cannot occur and are left out. Fitted cells are not tests.
+    """
+    tested = cells[cells["predicted"].notna() & ~cells["fitted"].astype(bool)] if len(cells) else cells
+    rows = []
+    for cell in tested.to_dict("records"):
+        for length in lengths:
+            if length <= cell["num_speculative_tokens"] + 1:
+                predicted, measured = length / cell["predicted"], length / cell["relative_step_cost"]
+                decided = bool(abs(np.log(predicted)) > np.log1p(TOLERANCE))
+                right = bool((predicted > 1) == (measured > 1)) if decided else None
+                names = ("endpoint", "setting", "num_speculative_tokens", "batch_size", "context_len")
+                values = {"predicted_speedup": predicted, "measured_speedup": measured, "decided": decided}
+                rows.append({name: cell[name] for name in names} | {"length": length, **values, "right": right})
+    columns = ["length", "predicted_speedup", "measured_speedup", "decided", "right"]
+    return pd.DataFrame(rows) if rows else pd.DataFrame(columns=columns)
+
+
+def reversals(cells: pd.DataFrame, lengths: Sequence[float] = IMPOSED_LENGTHS) -> pd.DataFrame:
+    """Where the backend alone decides inside one engine: measured cells at which one setting pays and another loses."""
+    rows = []
+    if cells.empty:
+        return pd.DataFrame()
+    for key, part in cells.groupby(["engine", "num_speculative_tokens", "batch_size", "context_len"]):
+        costs = part.groupby("setting")["relative_step_cost"].median().sort_values()
+        for length in lengths:
+            if costs.iloc[0] < length < costs.iloc[-1] and length <= part["num_speculative_tokens"].iloc[0] + 1:
+                names = ("engine", "num_speculative_tokens", "batch_size", "context_len")
+                ends = {"pays": costs.index[0], "pays_speedup": length / costs.iloc[0]}
+                ends |= {"loses": costs.index[-1], "loses_speedup": length / costs.iloc[-1]}
+                rows.append(dict(zip(names, key, strict=True)) | {"length": length, **ends})
+    return pd.DataFrame(rows)
+
+
+def truth_answer(truth: EngineTruth) -> str:
+    """How near the predictions came, how often the verdict was right, and which backend reverses the conclusion."""
+    lines = ["Do labkit's own measurements foretell a real engine's relative step cost?"]
+    cells = truth.cells
+    if cells.empty:
+        return "\n".join([*lines, f"- unknown: {truth.missing}."])
+    tested = cells[cells["predicted"].notna() & ~cells["fitted"].astype(bool)]
+    if tested.empty:
+        lines.append(f"- not predicted: {truth.missing or 'no cell beyond the fitted ones'}.")
+    else:
+        lines += _judged(cells, tested["error"].abs())
+    found = reversals(cells)
+    curves = (
+        found.sort_values("context_len").groupby(["num_speculative_tokens", "batch_size", "length"]).head(1)
+        if len(found)
+        else found
+    )
+    for row in curves.to_dict("records"):
+        where = f"{row['engine']}, k = {row['num_speculative_tokens']}, batch {row['batch_size']}"
+        pays, loses = (f"{row[name]} {name} ({row[f'{name}_speedup']:.2f}x)" for name in ("pays", "loses"))
+        lines.append(
+            f"- {where}, {row['length']:g} tokens per step: at {int(row['context_len']):,} {pays} and {loses}."
+        )
+    if found.empty:
+        lines.append("- no measured cell in which one backend pays and another loses.")
+    return "\n".join(lines)
+
+
+def _judged(cells: pd.DataFrame, error: pd.Series) -> list[str]:
+    table = verdicts(cells)
+    decided = table[table["decided"].astype(bool)]
+    right = f"{decided['right'].astype(bool).mean():.0%} of them right" if len(decided) else "none to judge"
+    lengths = ", ".join(f"{length:g}" for length in IMPOSED_LENGTHS)
+    return [
+        f"- {len(error)} cells: relative cost off by {error.median():.1%} (median), {error.max():.1%} at most.",
+        f"- verdicts at imposed lengths {lengths}: {len(decided)} of {len(table)} decided, {right}.",
+    ]
