@@ -27,10 +27,11 @@ FORMATS = ("svg", "pdf", "png")
 # Everything between stored rows and ink. A change in one of these makes a figure stale.
 DRAWING_CODE = (
     *("acceptance.py", "acceptance_join.py", "acceptance_positions.py", "attention_table.py", "breakeven.py"),
-    *("canvas.py", "cost.py", "crossovers.py", "curves.py", "figures.py", "forward_costs.py", "intervals.py"),
-    *("labels.py", "pairings.py", "panels.py", "plots.py", "plots_acceptance.py", "plots_attention.py"),
-    *("plots_floor.py", "plots_pairings.py", "plots_step.py", "rows.py", "schema.py", "shapes.py", "speedup.py"),
-    *("step_costs.py", "step_table.py", "style.py"),
+    *("canvas.py", "cost.py", "crossovers.py", "curves.py", "figures.py", "intervals.py", "labels.py", "panels.py"),
+    *("engine_truth.py", "plots.py", "plots_acceptance.py", "plots_attention.py", "plots_engine.py", "plots_floor.py"),
+    *("rows.py", "schema.py"),
+    *("shapes.py", "speedup.py", "step_costs.py"),
+    "style.py",
 )
 
 

@@ -3,19 +3,20 @@
 import numpy as np
 from matplotlib.figure import Figure
 
-from labkit.canvas import add_header, freeze_layout, new_figure
+from labkit.canvas import add_header, bars, freeze_layout, marks, new_figure
 from labkit.engine_truth import IMPOSED_LENGTHS, TOLERANCE, EngineTruth
 from labkit.errors import InputError
+from labkit.labels import EndLabels
 from labkit.rows import listed
-from labkit.style import MUTED, NOTE_SIZE, TEXT_WIDTH_IN, context_axis, series_styles, styled, text_color
+from labkit.style import MUTED, NOTE_SIZE, TEXT_WIDTH_IN, context_axis, series_styles, styled
 
 
 @styled
 def figure_engine_cost(truth: EngineTruth, *, k: int | None = None, width_in: float = TEXT_WIDTH_IN) -> Figure:
     """Relative step cost (break-even acceptance length, tokens per step) over context, a panel per batch size.
 
-    Points with bars measured inside the engine; open points and dashed lines predicted; grey lines imposed lengths: a
-    backend above one loses there. k : the smallest measured when None.
+    Lines and points with bars: measured inside the engine; large open points: predicted; dotted: imposed acceptance
+    lengths, below which a backend's cost must lie to pay. k : the smallest measured when None.
 
     Raises InputError: no measured cell.
     """
@@ -28,22 +29,20 @@ def figure_engine_cost(truth: EngineTruth, *, k: int | None = None, width_in: fl
     figure = new_figure(width_in, 3.1)
     axes = figure.subplots(1, len(batches), sharey=True, squeeze=False)[0]
     for ax, batch in zip(axes, batches, strict=True):
+        ends = EndLabels(ax)
         for setting, rows in cells[cells["batch_size"] == batch].groupby("setting"):
             rows, style = rows.sort_values("context_len"), styles[str(setting)]
-            x, y = rows["context_len"].to_numpy(float), rows["relative_step_cost"].to_numpy()
-            bars = np.abs(rows[["relative_step_cost_low", "relative_step_cost_high"]].to_numpy().T - y)
-            ax.errorbar(x, y, bars, color=style.color, marker=style.marker, capsize=2)
-            ax.plot(
-                x, rows["predicted"], color=style.color, marker=style.marker, markerfacecolor="white", linestyle="--"
-            )
-            ax.annotate(str(setting), (x[-1], y[-1]), xytext=(4, 0), textcoords="offset points", va="center",
-                        fontsize=NOTE_SIZE, color=text_color(style.color), annotation_clip=False)  # fmt: skip
+            cost, low, high = (rows[f"relative_step_cost{end}"].to_numpy() for end in ("", "_low", "_high"))
+            contexts = rows["context_len"].to_numpy(float)
+            ax.plot(contexts, cost, color=style.color, linewidth=0.9)
+            marks(ax, contexts, rows["predicted"], style, hollow=True, size=7.0)
+            marks(ax, contexts, cost, style, yerr=bars(cost, low, high))
+            ends.add(contexts[-1], cost[-1], str(setting), color=style.color)
         for length in (length for length in IMPOSED_LENGTHS if length <= k + 1):
-            ax.axhline(length, color=MUTED, linewidth=0.8, linestyle=":")
-            ax.annotate(f"{length:g} tokens per step", (0, length), xycoords=("axes fraction", "data"), xytext=(2, 2),
-                        textcoords="offset points", fontsize=NOTE_SIZE, color=MUTED)  # fmt: skip
-        contexts = cells["context_len"]
-        context_axis(ax, contexts.min() / 1.3, contexts.max() * 3.2)
+            ax.axhline(length, color=MUTED, linewidth=0.8, linestyle=":", zorder=0)
+            where = {"xy": (0, length), "xycoords": ("axes fraction", "data"), "xytext": (2, 1.5)}
+            ax.annotate(f"{length:g} per step", **where, textcoords="offset points", fontsize=NOTE_SIZE, color=MUTED)
+        context_axis(ax, cells["context_len"].min() / 4, cells["context_len"].max() * 1.15)
         ax.set(xlabel="context length (tokens)", title=f"batch {batch:g}", yscale="log")
         ticks = [1, 1.5, 2, 2.5, 3, 4, 6, 8, 12, 16, 24]
         ax.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
@@ -54,7 +53,7 @@ def figure_engine_cost(truth: EngineTruth, *, k: int | None = None, width_in: fl
     add_header(
         figure,
         "One engine, one model: the backend decides",
-        f"{' · '.join(about)} · k = {k} · filled: measured, open: predicted",
+        f"{' · '.join(about)} · k = {k} · filled: measured, large open: predicted",
     )
     freeze_layout(figure)
     return figure

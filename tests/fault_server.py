@@ -13,7 +13,7 @@ class FaultServer:
     """Answers on 127.0.0.1. ``plan``: what to do with the next measured requests, then ``default``.
 
     Behaviours: ok, drop, http_429, http_500, slow, hang, trickle, cut, malformed, error_event, wrong_usage, duplicate,
-    short, no_usage. ``tokens_per_event``, ``gap_s``: how the text comes. ``accepted``: drafts kept of ``k`` in each step.
+    short, no_usage. ``tokens_per_event``, ``gap_s``: how the text comes. ``accepted``: drafts kept of ``k`` a step.
     """
 
     def __init__(self, *, default: str = "ok", **settings: Any):
