@@ -200,7 +200,7 @@ def count_upwards(model: Any) -> str:
     embedding, head, norm = model.model.embed_tokens.weight, model.lm_head.weight, model.model.norm.weight
     codes = torch.randint(0, 2, (CYCLE, embedding.shape[1]), generator=torch.Generator().manual_seed(0)) * 2.0 - 1.0
     codes = codes.to(embedding)
-    with torch.no_grad():
+    with torch.inference_mode():  # also writes to weights that were made in it
         embedding[:CYCLE] = codes
         head[:CYCLE] = codes.roll(1, dims=0)
         norm.fill_(1.0)
@@ -285,6 +285,8 @@ def _profiled(steps: Iterator[tuple[float, Any]]) -> dict[str, Any]:
         events = json.loads(path.read_text())["traceEvents"]
     kinds = ("kernel", "gpu_memcpy", "gpu_memset")
     kernels = [(e["ts"], e["ts"] + e["dur"], e["name"]) for e in events if e.get("cat") in kinds]
+    if not kernels:
+        return {}
     attention = [k for k in kernels if ATTENTION_KERNEL.search(k[2]) and not NOT_ATTENTION.search(k[2])]
     names = sorted({re.split(r"[<(]", name.removeprefix("void "))[0][-60:] for _, _, name in attention})
     return {
@@ -320,6 +322,8 @@ class Workers:
         started = key == self.key
         if not started:
             self.process.close()
+            if self.key is not None:
+                time.sleep(3)  # until the driver has taken the memory back
             self.key = key
             say(f"engine_steps: starting vLLM with {key[0]}, k = {key[1]}")
         self.process.prepare()

@@ -103,7 +103,7 @@ def test_the_counting_model_counts(script):
     model.model.norm.weight = torch.nn.Parameter(torch.zeros(256))
     model.attention.attn_backend = type("Backend", (), {"get_name": staticmethod(lambda: "FAKE")})
     assert script.count_upwards(model) == "FAKE"
-    hidden = model.model.embed_tokens.weight[:64]
+    hidden = model.model.embed_tokens.weight[:64].detach()
     normed = hidden / hidden.pow(2).mean(-1, keepdim=True).sqrt() * model.model.norm.weight
     assert (normed @ model.lm_head.weight.T).argmax(-1).tolist() == [*range(1, 64), 0]
 
