@@ -110,6 +110,9 @@ def _add_measuring(add: _Add) -> None:
     replay.add_argument("--gpu", metavar="NAME", help="device of the servers, where it is not this machine's")
     replay.add_argument("--timeout", metavar="TIME", default="10m", help="per attempt (default 10m)")
     replay.add_argument("--seed", type=int, default=0)
+    replay.add_argument("--varying", metavar="FIELD", help="the one setting in which the servers are meant to differ")
+    replay.add_argument("--allow", nargs="+", default=[], metavar="FIELD", help="further differences to accept")
+    replay.add_argument("--dry-run", action="store_true", help="how many requests of which length, without sending")
     replay.add_argument("--rows", nargs="+", type=Path, metavar="PATH", help="only report on stored runs")
     _json_flag(replay)
 

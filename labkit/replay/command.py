@@ -8,7 +8,7 @@ from labkit.errors import InputError
 from labkit.paths import RUNS
 from labkit.replay.report import comparisons, render, retention, summary
 from labkit.replay.run import Options, replay
-from labkit.replay.scenes import scene
+from labkit.replay.scenes import Maker, Scene, scene
 from labkit.results import load_runs, load_sidecars
 from labkit.rows import json_value
 
@@ -20,6 +20,9 @@ def run_from_arguments(arguments: argparse.Namespace) -> int:
         if not arguments.base_url or not arguments.scene:
             raise InputError("wanted --base-url and --scene, or --rows")
         scenes = [scene(name) for name in arguments.scene]
+        if arguments.dry_run:
+            print(*(_plan(found, arguments) for found in scenes), sep="\n")
+            return 0
         paths = [replay(arguments.base_url, scenes, out_dir=arguments.out or RUNS, options=_options(arguments))]
     rows, sidecars = load_runs("replay", *paths), load_sidecars("replay", *paths)
     if arguments.json:
@@ -28,7 +31,7 @@ def run_from_arguments(arguments: argparse.Namespace) -> int:
         content |= {name: table.to_dict("records") for name, table in tables.items()}
         print(json.dumps(_plain(content), indent=1, allow_nan=False))
     else:
-        print(render(rows, sidecars), *map(str, paths), sep="\n")
+        print(render(rows, sidecars, varying=arguments.varying, allow=arguments.allow), *map(str, paths), sep="\n")
     return 1 if rows["fault"].notna().any() else 0
 
 
@@ -50,6 +53,13 @@ def _options(arguments: argparse.Namespace) -> Options:
         launches=tuple(arguments.launch),
         gpu=arguments.gpu,
     )
+
+
+def _plan(found: Scene, arguments: argparse.Namespace) -> str:
+    requests = [Maker("?").requests(found, 0, load) for load in found.concurrency]
+    count = len(arguments.base_url) * arguments.repeats * sum(map(len, requests))
+    tokens = max(len(request.body) for part in requests for request in part) // 4
+    return f"{found.name}: {count} requests, prompts to about {tokens} tokens, answers to {found.max_tokens} tokens"
 
 
 def _plain(value: Any) -> Any:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from labkit.compare import Comparison, compare_runs
 from labkit.engines.importing import Reader
 from labkit.engines.metrics import SAMPLE
 from labkit.engines.record import Record
@@ -175,8 +174,3 @@ def counted_between(before: str, after: str) -> Record | None:
     """What the counters say ran between two scrapes; None where they tell nothing."""
     records = Reader().read_text(f"{before}\n{after}", "metrics")
     return next((record for record in records if record.scope == "run"), None)
-
-
-def verdict(a: Endpoint, b: Endpoint, *, varying: str | None = None, allow: Sequence[str] = ()) -> Comparison:
-    """The guard's verdict on two endpoints' settings: every difference, and which of them nobody asked for."""
-    return compare_runs(a.settings(), b.settings(), varying=varying, allow=allow)

@@ -14,7 +14,12 @@ from labkit.compare import compare_runs
 from labkit.intervals import generator, percentile_interval, student_spread
 from labkit.rows import is_missing
 
+Sidecars = Mapping[str, Mapping[str, Any]]
 PAIR = ["run_id", "scene", "prompt_id", "concurrency", "round"]
+_TIMES = (
+    *("ttft_ms", "prefill_tokens_per_s", "itl_ms", "tpot_ms", "tokens_per_chunk"),
+    *("decode_tokens_per_s", "engine_step_ms"),
+)
 _ONE_LAUNCH = "one launch: the interval holds prompts, not what differs from start to start"
 
 
@@ -22,7 +27,8 @@ def request_table(rows: pd.DataFrame) -> pd.DataFrame:
     """The compared requests (measured, nothing wrong) with what is derived from them, one row each.
 
     Adds tokens_per_chunk; itl_ms, the mean gap between events; tpot_ms, the time per token after the first event;
-    decode_tokens_per_s, its inverse: the first token's time is in neither. The first event is the prefill's one token.
+    decode_tokens_per_s, its inverse. The first token's time is in neither; the first event is taken as the one token of
+    the prefill. engine_step_ms and prefill_tokens_per_s are of the engine's own times, the latter else of ttft_ms.
     """
     kept = rows[(rows["record"] == "request") & (rows["stage"] == "measured") & (rows["status"] == "ok")].copy()
     times = [[] if is_missing(value) else list(value) for value in kept["chunk_ms"]]
@@ -32,6 +38,10 @@ def request_table(rows: pd.DataFrame) -> pd.DataFrame:
     kept["itl_ms"] = span / np.where(chunks > 1, chunks - 1, np.nan)
     kept["tpot_ms"] = span / np.where(tokens > 1, tokens - 1, np.nan)
     kept["decode_tokens_per_s"] = 1e3 / kept["tpot_ms"]
+    steps = kept["num_verify_steps"].fillna(kept["num_output_tokens"] - 1).where(kept["num_output_tokens"] > 1)
+    kept["engine_step_ms"] = kept["engine_decode_ms"] / steps
+    computed = kept["num_prompt_tokens"] - kept["num_cached_tokens"].fillna(0)
+    kept["prefill_tokens_per_s"] = 1e3 * computed / kept["engine_prefill_ms"].fillna(kept["ttft_ms"])
     return kept
 
 
@@ -102,10 +112,7 @@ def summary(rows: pd.DataFrame) -> pd.DataFrame:
         if mine.empty and part["fault"].isna().all():  # the scene's warm-up
             continue
         by_prompt = mine.groupby("prompt_id")
-        times = {
-            name: float(by_prompt[name].median().median()) if len(mine) else np.nan
-            for name in ("ttft_ms", "itl_ms", "tpot_ms", "tokens_per_chunk", "decode_tokens_per_s")
-        }
+        times = {name: float(by_prompt[name].median().median()) if len(mine) else np.nan for name in _TIMES}
         passes = part[(part["record"] == "counters") & (part["stage"] == "measured")]
         seconds = passes["duration_ms"].sum() / 1e3
         counted = passes if passes["num_accepted_tokens"].notna().any() else mine
@@ -145,12 +152,15 @@ def _acceptance(rows: pd.DataFrame) -> dict[str, float]:
 
 
 def _spread(rows: pd.DataFrame) -> dict[str, float]:
-    """Over the turns of a conversation: mean, coefficient of variation and the worst, tokens/s."""
+    """Over the turns of a conversation, tokens/s: mean, median, coefficient of variation, worst."""
     turns = rows.dropna(subset=["turn"]).groupby("turn")["decode_tokens_per_s"].median()
-    if turns.empty:
-        return {"turns_mean": np.nan, "turns_variation": np.nan, "turns_worst": np.nan}
-    variation = float(turns.std() / turns.mean()) if len(turns) > 1 else np.nan
-    return {"turns_mean": float(turns.mean()), "turns_variation": variation, "turns_worst": float(turns.min())}
+    values = {
+        "mean": turns.mean(),
+        "median": turns.median(),
+        "variation": turns.std() / turns.mean(),
+        "worst": turns.min(),
+    }
+    return {f"turns_{name}": float(value) for name, value in values.items()}
 
 
 def _right(answers: pd.Series) -> str:
@@ -183,8 +193,11 @@ def comparisons(rows: pd.DataFrame) -> list[dict[str, Any]]:
     return found
 
 
-def render(rows: pd.DataFrame, sidecars: Mapping[str, Mapping[str, Any]]) -> str:
-    """The report as text: a table of the arms, ratios, retention, and the guard's verdict on the servers' settings."""
+def render(rows: pd.DataFrame, sidecars: Sidecars, **guard: Any) -> str:
+    """The report as text: a table of the arms, ratios, retention, and the guard's verdict on the servers' settings.
+
+    **guard : ``varying`` and ``allow`` of `labkit.compare.compare_runs`.
+    """
     table = summary(rows)
     if table.empty:
         return "no request was measured"
@@ -206,17 +219,17 @@ def render(rows: pd.DataFrame, sidecars: Mapping[str, Mapping[str, Any]]) -> str
         lines.append(f"  identical outputs {item['identical_output_share']:.0%}{where}")
     if (rows["scene"] == "depth").any():
         lines += ["", retention(rows).to_string(index=False, float_format=lambda value: f"{value:.4g}")]
-    return "\n".join([*lines, *guard_lines(sidecars)])
+    return "\n".join([*lines, *guard_lines(sidecars, **guard)])
 
 
-def guard_lines(sidecars: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def guard_lines(sidecars: Sidecars, **guard: Any) -> list[str]:
     """What the guard says about the settings of each run's endpoints, the first against every other."""
     lines = []
     for run_id, sidecar in sidecars.items():
         endpoints = sidecar.get("endpoints") or {}
         base, *others = sorted(endpoints) or [""]
         for other in others:
-            found = compare_runs(endpoints[base], endpoints[other])
+            found = compare_runs(endpoints[base], endpoints[other], **guard)
             lines += ["", f"settings of {base} and {other} ({run_id}):"]
             lines += [found.to_text()] if found.differences else ["no difference in what the servers tell"]
     return lines
