@@ -280,7 +280,12 @@ _REPLAY = (
     _series("chunk_sizes", "characters", "length of the text of each such event"),
     _real("engine_prefill_ms", "ms", "prefill time that the engine tells", nullable=True),
     _real("engine_decode_ms", "ms", "decode time that the engine tells", nullable=True),
-    _count("num_verify_steps", "steps", "target passes per request, those without a draft included", nullable=True),
+    _count(
+        "num_verify_steps",
+        "steps",
+        "target passes per request, those without a draft included; where not counted: tokens - accepted - requests",
+        nullable=True,
+    ),
     _count("num_drafted_steps", "steps", "verify steps with at least one draft token", nullable=True),
     _may_be_null(_DRAFTED),
     _may_be_null(_ACCEPTED),

@@ -95,7 +95,7 @@ class _Handler(BaseHTTPRequestHandler):
         if behaviour == "http_500":
             return self._page("broken inside", 500)
         if behaviour == "hang":
-            time.sleep(2)
+            time.sleep(4)
         time.sleep(state.first_s + (0.05 if behaviour == "slow" else 0.0))
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
@@ -125,7 +125,7 @@ class _Handler(BaseHTTPRequestHandler):
         if state.cached:
             usage["prompt_tokens_details"] = {"cached_tokens": state.cached}
         with state.lock:
-            steps = num_tokens // (1 + state.accepted)
+            steps = (num_tokens - 1) // (1 + state.accepted)  # the first token is the prefill's
             drafts = {
                 "num_drafts": steps,
                 "num_draft_tokens": steps * state.k,

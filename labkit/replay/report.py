@@ -142,13 +142,10 @@ def _share(part: pd.Series, whole: pd.Series) -> float:
 
 
 def _acceptance(rows: pd.DataFrame) -> dict[str, float]:
-    """Pooled over all steps where they are counted, else over the steps with a draft."""
-    steps = "num_verify_steps" if rows["num_verify_steps"].notna().any() else "num_drafted_steps"
-    accepted = _share(rows["num_accepted_tokens"], rows[steps])
-    return {
-        "mean_acceptance_length": 1 + accepted,
-        "draft_acceptance_rate": _share(rows["num_accepted_tokens"], rows["num_drafted_tokens"]),
-    }
+    """Pooled over all steps, those without a draft included."""
+    accepted, drafted = rows["num_accepted_tokens"], rows["num_drafted_tokens"]
+    length = 1 + _share(accepted, rows["num_verify_steps"])
+    return {"mean_acceptance_length": length, "draft_acceptance_rate": _share(accepted, drafted)}
 
 
 def _spread(rows: pd.DataFrame) -> dict[str, float]:
@@ -201,25 +198,34 @@ def render(rows: pd.DataFrame, sidecars: Sidecars, **guard: Any) -> str:
     table = summary(rows)
     if table.empty:
         return "no request was measured"
-    shown = table.dropna(axis=1, how="all").loc[:, lambda t: ~(t == "").all()]
-    lines = [shown.to_string(index=False, float_format=lambda value: f"{value:.4g}", na_rep="-"), ""]
-    for item in comparisons(rows):
-        name = f"{item['scene']}, {item['concurrency']} in flight, {item['b']} over {item['a']}"
-        for column, text in (("decode_tokens_per_s", "decode rate"), ("ttft_ms", "first-token time")):
-            found = item[column]
-            if np.isfinite(found["value"]):
-                bounds = (
-                    f" [{found['low']:.3g}, {found['high']:.3g}]" if np.isfinite(found["low"]) else " (no interval)"
-                )
-                size = f"{found['num_prompts']} prompts, {found['num_launches']} launches"
-                lines.append(f"{name}: {text} {found['value']:.3g}x{bounds}, {size}")
-                lines += [f"  {_ONE_LAUNCH}"] if found["num_launches"] == 1 else []
-        differing = item["first_differing_token"]
-        where = f"; first differing token {min(differing.values())} to {max(differing.values())}" if differing else ""
-        lines.append(f"  identical outputs {item['identical_output_share']:.0%}{where}")
+    compared, lines = comparisons(rows), []
+    for (scene, load), part in table.groupby(["scene", "concurrency"], sort=True):
+        block = part.drop(columns=["scene", "concurrency"]).set_index("endpoint").T
+        block = block[(block.notna() & (block != "")).any(axis=1)].map(_cell)
+        lines += [f"{scene}, {load} in flight", block.to_string(), ""]
+        mine = [item for item in compared if (item["scene"], item["concurrency"]) == (scene, load)]
+        lines += [line for item in mine for line in (*_ratio_lines(item), "")]
     if (rows["scene"] == "depth").any():
         lines += ["", retention(rows).to_string(index=False, float_format=lambda value: f"{value:.4g}")]
     return "\n".join([*lines, *guard_lines(sidecars, **guard)])
+
+
+def _cell(value: Any) -> Any:
+    return "-" if is_missing(value) else f"{value:.4g}" if isinstance(value, float) else value
+
+
+def _ratio_lines(item: Mapping[str, Any]) -> list[str]:
+    lines = []
+    for column, text in (("decode_tokens_per_s", "decode rate"), ("ttft_ms", "first-token time")):
+        found = item[column]
+        if np.isfinite(found["value"]):
+            bounds = f" [{found['low']:.3g}, {found['high']:.3g}]" if np.isfinite(found["low"]) else " (no interval)"
+            size = f"prompts {found['num_prompts']}, launches {found['num_launches']}, pairs {found['num_pairs']}"
+            lines.append(f"{item['b']} over {item['a']}: {text} {found['value']:.3g}x{bounds}; {size}")
+    lines += [_ONE_LAUNCH] if item["ttft_ms"]["num_launches"] == 1 else []
+    differing = sorted(item["first_differing_token"].values())
+    where = f"; first differing token {differing[0]} to {differing[-1]}" if differing else ""
+    return [*lines, f"identical outputs {item['identical_output_share']:.0%}{where}"]
 
 
 def guard_lines(sidecars: Sidecars, **guard: Any) -> list[str]:

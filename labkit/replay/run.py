@@ -2,12 +2,14 @@
 
 import contextlib
 import itertools
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -91,10 +93,13 @@ class Session:
         if record and (rates := record.acceptance_rate_per_pos) and record.num_drafted_steps:
             row["accepted_per_pos"] = [float(round(rate * record.num_drafted_steps)) for rate in rates]
         tokens = [reply.count("completion_tokens") for reply in replies]
-        row |= {
-            "duration_ms": 1e3 * seconds,
-            "num_output_tokens": None if None in tokens else sum(filter(None, tokens)),
-        }
+        total = None if None in tokens else sum(filter(None, tokens))
+        row |= {"duration_ms": 1e3 * seconds, "num_output_tokens": total}
+        if total and row.get("num_accepted_tokens") is not None and row["num_verify_steps"] is None:
+            # Of a request one token is the prefill's, the others are one a step and the accepted drafts.
+            row["num_verify_steps"] = max(
+                total - row["num_accepted_tokens"] - len(requests), row["num_drafted_steps"] or 0
+            )
         if joules is not None and after_joules is not None and seconds >= 2:
             row["energy_j"] = after_joules - joules
         single = requests[0] if len(requests) == 1 else None
@@ -165,9 +170,14 @@ def _shortest(endpoints: Sequence[Endpoint]) -> int | None:
     return min((e.max_context for e in endpoints if e.max_context), default=None)
 
 
+def is_local(url: str) -> bool:
+    """Whether the server runs on this machine."""
+    return urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
+
+
 def energy_j(url: str) -> float | None:
     """Energy counter of this machine's GPUs, J; None where the server is elsewhere or nothing counts."""
-    if not any(f"//{host}" in url for host in ("127.0.0.1", "localhost", "[::1]")):
+    if not is_local(url):
         return None
     try:
         import pynvml
@@ -238,8 +248,8 @@ def _journal(
     out_dir: Path,
     options: Options,
 ) -> Journal:
-    local = all(energy_j(url) is not None for url in urls)
-    provenance = collect("cuda" if local else "cpu")
+    local = all(map(is_local, urls))
+    provenance = collect("cuda" if local and shutil.which("nvidia-smi") else "cpu")
     if options.gpu or not local:  # the device of the servers is not this one's, or not known
         name = slug(options.gpu) if options.gpu else "unknown"
         provenance["device"] = {"kind": "remote", "slug": name, "name": options.gpu}
