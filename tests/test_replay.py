@@ -315,6 +315,40 @@ def test_bad_input_is_one_line(capsys, arguments, said):
     assert err.count("\n") == 1
 
 
+def test_an_interrupt_keeps_what_was_measured(tmp_path, monkeypatch):
+    from labkit.replay import run as module
+
+    real, sent = module.send, []
+
+    def interrupted(*given, **options):
+        sent.append(given)
+        if len(sent) == 4:
+            raise KeyboardInterrupt
+        return real(*given, **options)
+
+    monkeypatch.setattr(module, "send", interrupted)
+    with FaultServer() as server, pytest.raises(KeyboardInterrupt):
+        replay([server.url], [small("content", workloads=("prose",))], out_dir=tmp_path, options=FAST)
+    rows, (sidecar,) = load_runs("replay", tmp_path), load_sidecars("replay", tmp_path).values()
+    assert (rows["record"] == "request").sum() == 3
+    assert not sidecar["complete"]
+    assert check_run(tmp_path) == []
+
+
+def test_no_host_is_stored(tmp_path, monkeypatch):
+    with FaultServer() as server:
+        monkeypatch.setattr("sys.argv", ["labkit", "replay", "--base-url", "http://gpu-host-7:8000/v1"])
+        launch = "vllm serve /data/models/m --host gpu-host-7 --kv-cache-dtype fp8"
+        options = replace(FAST, launches=(launch,), repeats=1)
+        _, _, path = run([server], [small("content", workloads=("prose",))], tmp_path, options)
+    text = path.with_suffix(".json").read_text() + path.with_suffix(".jsonl").read_text()
+    assert "gpu-host-7" not in text
+    assert "/data/models" not in text
+    stored = json.loads(path.with_suffix(".json").read_text())
+    assert stored["endpoints"]["a"]["launch"] == "vllm serve m --host <host> --kv-cache-dtype fp8"
+    assert stored["complete"]
+
+
 def test_dry_run_sends_nothing(capsys):
     arguments = ["replay", "--base-url", "http://127.0.0.1:9", "--scene", "depth", "concurrency", "--dry-run"]
     assert cli.main(arguments) == 0

@@ -1,6 +1,7 @@
 """What an endpoint says about itself (model, engine, settings, counters), and whether two may be compared."""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,12 @@ MAX_PAGE_BYTES, PAGE_TIMEOUT_S = 8 << 20, 10.0
 _START = "process_start_time_seconds"
 
 
+def public(text: str) -> str:
+    """The text without hosts, folders, names and secrets."""
+    text = re.sub(r"(https?://)[^/\s\"']+", r"\1<host>", text)
+    return without_folders(redact(re.sub(r"(--(?:host|dist-init-addr|master-addr)[= ])\S+", r"\1<host>", text)))
+
+
 @dataclass
 class Endpoint:
     """One arm. ``name``: its letter in rows and reports; the URL is kept in memory only.
@@ -41,7 +48,7 @@ class Endpoint:
     def settings(self) -> dict[str, Any]:
         """What the guard compares and the sidecar holds: no URL, no host, no folder."""
         server = self.server
-        told = {name: without_folders(redact(value)) for name, value in sorted(server.args.items())}
+        told = {name: public(value) for name, value in sorted(server.args.items())}
         return {
             **{"engine": server.engine or None, "engine_version": server.version, "models": self.models},
             **{"args": told, "backends": server.named, "launch": self.command},
@@ -83,7 +90,7 @@ def connect(
         server, _ = parse_launch(line, endpoint.server.version)
         endpoint.server.engine = endpoint.server.engine or server.engine
         endpoint.server.args = server.args | endpoint.server.args
-        endpoint.command = without_folders(redact(line))
+        endpoint.command = public(line)
     served = [set(endpoint.models) for endpoint in found]
     if model is None:
         common = sorted(set.intersection(*served))

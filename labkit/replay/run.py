@@ -21,7 +21,7 @@ from labkit.paths import write_whole
 from labkit.progress import progress, say
 from labkit.provenance import collect, digest, environment_digest, slug, utc_now
 from labkit.replay.client import RETRIED, Reply, fields_of, send
-from labkit.replay.endpoints import Endpoint, connect, counted_between, scrape
+from labkit.replay.endpoints import Endpoint, connect, counted_between, public, scrape
 from labkit.replay.scenes import Maker, Request, Scene
 from labkit.results import new_run_id, run_folder
 
@@ -158,7 +158,7 @@ class Session:
         line = {"kind": "point", "point_key": f"{next(self.keys)}", "point": {**point, "group": group}, "seconds": 0.0}
         line |= {"status": _STATUS.get(fault, "error") if fault else "ok", "samples": [{**values, "round": repeat}]}
         if fault:
-            line["reason"] = f"{fault}: {detail}"[:300]
+            line["reason"] = public(f"{fault}: {detail}")[:300]
         self.journal.append(line)
 
 
@@ -181,11 +181,13 @@ def energy_j(url: str) -> float | None:
         return None
     try:
         import pynvml
-
+    except ImportError:
+        return None
+    try:
         pynvml.nvmlInit()
         handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
         return sum(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) for handle in handles) / 1e3 or None
-    except Exception:  # no NVML, no driver, or a device without a counter: pynvml has a class for each
+    except pynvml.NVMLError:  # no driver, or a device without a counter
         return None
 
 
@@ -218,9 +220,13 @@ def replay(urls: Sequence[str], scenes: Sequence[Scene], *, out_dir: Path, optio
             try:
                 for scene in scenes:
                     _replay_scene(session, scene, options.repeats)
+                journal.header["num_points"] = len(journal.attempts)  # not known before: attempts are rows
             finally:
-                path = compact(journal)
-    return path
+                if journal.attempts:
+                    compact(journal)
+                else:
+                    journal.path.unlink()
+    return journal.path.with_suffix(".parquet")
 
 
 def _replay_scene(session: Session, scene: Scene, repeats: int) -> None:
@@ -250,6 +256,7 @@ def _journal(
 ) -> Journal:
     local = all(map(is_local, urls))
     provenance = collect("cuda" if local and shutil.which("nvidia-smi") else "cpu")
+    provenance["command"] = public(provenance["command"])
     if options.gpu or not local:  # the device of the servers is not this one's, or not known
         name = slug(options.gpu) if options.gpu else "unknown"
         provenance["device"] = {"kind": "remote", "slug": name, "name": options.gpu}
