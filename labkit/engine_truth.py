@@ -127,8 +127,8 @@ def _covers(row: dict[str, str], version: str | None) -> bool:
 def predict(cells: pd.DataFrame, forwards: pd.DataFrame) -> pd.DataFrame:
     """Add to measured cells ``predicted`` (NaN with a ``reason``), ``error``, and ``fitted``: the shortest context.
 
-    forwards : of `forward_times`. A forward between two measured q_len is interpolated linearly: the drafts of a step
-    are as the engine counted them.
+    forwards : of `forward_times`. Between measured query lengths (the drafts of a step are as the engine counted them)
+    and batch sizes a straight line is drawn; nothing is extended past them.
     """
     parts = pd.DataFrame([_paired_forwards(cell, forwards) for cell in cells.to_dict("records")], index=cells.index)
     table = pd.concat([cells, parts], axis=1)
@@ -151,24 +151,32 @@ def _paired_forwards(cell: dict[Any, Any], forwards: pd.DataFrame) -> dict[str, 
     paired = paired_backends(cell["engine"], cell["engine_version"], cell["setting"])
     if paired is None:
         return found | {"reason": f"{cell['setting']} of {cell['engine']} is paired with no backend"}
-    here = forwards[["target", "batch_size", "context_len"]] == [
-        cell[n] for n in ("target", "batch_size", "context_len")
-    ]
-    ours = forwards[here.all(axis=1)]
+    same = (forwards["target"] == cell["target"]) & (forwards["context_len"] == cell["context_len"])
     q_lens = (1.0, 1 + cell["drafts_per_step"])
-    decode, verify = (_forward(ours[ours["backend"] == b], q) for b, q in zip(paired, q_lens, strict=True))
+    decode, verify = (
+        _forward(forwards[same & (forwards["backend"] == backend)], cell["batch_size"], q_len)
+        for backend, q_len in zip(paired, q_lens, strict=True)
+    )
     found |= {"decode_backend": paired[0], "verify_backend": paired[1], "decode_ms": decode, "verify_ms": verify}
     if np.isnan(decode) or np.isnan(verify):
         found["reason"] = f"no forwards of {' and '.join(dict.fromkeys(paired))} at some cells"
     return found
 
 
-def _forward(rows: pd.DataFrame, q_len: float) -> float:
-    ordered = rows.sort_values("q_len")
-    lengths = ordered["q_len"].to_numpy(float)
-    if not len(lengths) or not lengths[0] <= q_len <= lengths[-1]:
-        return np.nan
-    return float(np.interp(q_len, lengths, ordered["forward_ms"].to_numpy(float)))
+def _forward(rows: pd.DataFrame, batch_size: float, q_len: float) -> float:
+    """A forward of one backend and context, ms; between measured query lengths and batch sizes on a straight line."""
+    at_length = [
+        (size, _between(part["q_len"], part["forward_ms"], q_len)) for size, part in rows.groupby("batch_size")
+    ]
+    known = pd.DataFrame([pair for pair in at_length if not np.isnan(pair[1])], columns=["batch_size", "forward_ms"])
+    return _between(known["batch_size"], known["forward_ms"], batch_size)
+
+
+def _between(x: pd.Series, y: pd.Series, at: float) -> float:
+    order = np.argsort(x.to_numpy(float))
+    positions, values = x.to_numpy(float)[order], y.to_numpy(float)[order]
+    inside = len(positions) > 0 and positions[0] <= at <= positions[-1]
+    return float(np.interp(at, positions, values)) if inside else np.nan
 
 
 def verdicts(cells: pd.DataFrame, lengths: Sequence[float] = IMPOSED_LENGTHS) -> pd.DataFrame:

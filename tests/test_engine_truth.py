@@ -68,6 +68,18 @@ def test_drafts_as_counted_not_as_configured(tmp_path):
     assert cell["verify_ms"].to_numpy() == pytest.approx(expected, rel=0.01)
 
 
+def test_between_measured_batches_a_line_beyond_none(tmp_path, monkeypatch):
+    from tests import engine_world
+
+    write_engine_run(tmp_path, noise=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine_world, "BATCHES", (4, 16))
+        write_step_run(tmp_path)
+    cells = load_truth(tmp_path).cells
+    assert cells[cells["batch_size"] == 1]["predicted"].isna().all()
+    assert cells[cells["batch_size"] == 8]["error"].abs().max() < 0.01
+
+
 def test_verdicts_and_the_reversal(truth):
     table = verdicts(truth.cells)
     decided = table[table["decided"]]
