@@ -26,7 +26,6 @@ from labkit.compare import compare_runs
 from labkit.errors import InputError
 from labkit.provenance import ENV_VARS, redact, without_folders
 from labkit.results import file_digest, read_sidecar, read_table, run_files, write_run
-from labkit.rows import distinct
 from labkit.schema import TEXT, arrow_schema
 
 MAX_FILES, MAX_FILE_BYTES, MAX_TOTAL_BYTES, MAX_RATIO = 2000, 1 << 30, 4 << 30, 500
@@ -36,7 +35,7 @@ _ANONYMOUS_DROPS = {
     *("commit", "dirty", "command", "platform", "python", "time", "started", "ended", "sessions", "launch", "grid"),
     "journal_bytes",
 }
-_TEXTS = ("output_text", "launch")
+_DROPPED_COLUMNS = ("output_text", "verified_at")
 
 
 def bundle(names: Sequence[str], out: Path, *, anonymous: bool = False) -> Path:
@@ -57,7 +56,7 @@ def bundle(names: Sequence[str], out: Path, *, anonymous: bool = False) -> Path:
         contents |= {f"figures/{file.name}": file.read_bytes() for file in figures}
     contents["claim.json"] = _json({"claims": [claim.to_dict() for claim in claims], "labkit": __version__})
     contents["CLAIM.md"] = _claim_text(claims, sidecars).encode()
-    contents["reproduce.sh"] = _script(sidecars, anonymous).encode()
+    contents["reproduce.sh"] = _script(sidecars).encode()
     contents["manifest.json"] = _json(
         {name: hashlib.sha256(data).hexdigest() for name, data in sorted(contents.items())}
     )
@@ -97,21 +96,9 @@ def _clean_run(path: Path, folder: Path, anonymous: bool) -> tuple[dict[str, Any
     if file_digest(path) != sidecar["sha256"]:
         raise InputError(f"{path}: does not match the sha256 in its sidecar")
     run_id = f"20000101T000000Z-{secrets.token_hex(3)}" if anonymous else sidecar["run_id"]
-    arrays = {}
-    for name in table.schema.names:
-        column = table[name]
-        if name == "run_id":
-            column = pa.array([run_id] * table.num_rows, TEXT)
-        elif anonymous and name in _TEXTS:
-            kept = distinct(column.to_pandas().to_frame(name), name)
-            column = pa.array(
-                [None if name == "output_text" else f"launch {kept.index(v)}" for v in column.to_pylist()], TEXT
-            )
-        elif column.type == TEXT:
-            column = pa.array([None if value is None else redact(value) for value in column.to_pylist()], TEXT)
-        arrays[name] = column
     clean = _clean_tree(sidecar, anonymous) | {"run_id": run_id}
     schema = arrow_schema(sidecar["experiment"])
+    arrays = {name: _clean_column(name, table[name], run_id, anonymous) for name in table.schema.names}
     whole = {field.name: arrays.get(field.name, pa.nulls(table.num_rows, field.type)) for field in schema}
     stored = folder / sidecar["experiment"] / sidecar["gpu"] / f"{run_id}.parquet"
     write_run(stored, [pa.table(whole, schema=schema)], clean)
@@ -120,6 +107,20 @@ def _clean_run(path: Path, folder: Path, anonymous: bool) -> tuple[dict[str, Any
     if (requests := path.with_suffix(".requests.parquet")).exists():
         files[f"{place}.requests.parquet"] = _clean_requests(requests)
     return read_sidecar(stored), files
+
+
+def _clean_column(name: str, column: pa.ChunkedArray, run_id: str, anonymous: bool) -> Any:
+    if column.type != TEXT:
+        return column
+    texts = column.to_pylist()
+    if name == "run_id":
+        texts = [run_id] * len(texts)
+    elif anonymous and name == "launch":
+        known = sorted({text for text in texts if text is not None})
+        texts = [None if text is None else f"launch {known.index(text)}" for text in texts]
+    elif anonymous and name in _DROPPED_COLUMNS:
+        texts = [None] * len(texts)
+    return pa.array([None if text is None else redact(text) for text in texts], TEXT)
 
 
 def _clean_requests(path: Path) -> bytes:
@@ -175,7 +176,7 @@ def _device_text(sidecar: dict[str, Any]) -> str:
     return f"{device.get('name') or sidecar['gpu']} ({', '.join(filter(None, told))})"
 
 
-def _script(sidecars: Sequence[dict[str, Any]], anonymous: bool) -> str:
+def _script(sidecars: Sequence[dict[str, Any]]) -> str:
     lines = ["#!/bin/sh", "# Measure again, then compare: labkit reproduce BUNDLE --rows NEW", "set -e"]
     for sidecar in sidecars:
         command = str(sidecar.get("command") or "").partition(" ")[2]

@@ -28,7 +28,7 @@ FORMATS = ("svg", "pdf", "png")
 DRAWING_CODE = (
     *("acceptance.py", "acceptance_join.py", "acceptance_positions.py", "attention_table.py", "breakeven.py"),
     *("canvas.py", "cost.py", "crossovers.py", "curves.py", "figures.py", "intervals.py", "labels.py", "panels.py"),
-    *("engine_truth.py", "plots.py", "plots_acceptance.py", "plots_attention.py", "plots_engine.py", "plots_floor.py"),
+    *("plots.py", "plots_acceptance.py", "plots_attention.py", "plots_engine.py", "plots_floor.py"),
     *("rows.py", "schema.py"),
     *("shapes.py", "speedup.py", "step_costs.py"),
     "style.py",

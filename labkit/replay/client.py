@@ -125,15 +125,19 @@ def _take_event(reply: Reply, event: dict[str, Any]) -> str:
     """Keep usage, counts and the reason to end; the event's text."""
     if event.get("error"):
         raise _Broken("error_event", json.dumps(event["error"])[:300])
-    if isinstance(event.get("usage"), dict):
+    if tells := isinstance(event.get("usage"), dict):
         reply.usage = event["usage"]
-    for node in objects(event):
+    for node in (
+        objects(event) if tells or event.keys() & {"timings", "metrics"} else ()
+    ):  # not for every token: that would cost the client its clock
         if (found := match_json(node)) is not None:
             reply.record = finish(*found, node)
             reply.record.details["decode_ms_total"] = number(node.get("predicted_ms"))
-    choice = next((c for c in event.get("choices") or [] if isinstance(c, dict)), {})
+    choices = event.get("choices")
+    choice = next((c for c in choices if isinstance(c, dict)), {}) if isinstance(choices, list) else {}
     reply.finish_reason = choice.get("finish_reason") or reply.finish_reason
-    delta = choice.get("delta") or {}
+    delta = choice.get("delta")
+    delta = delta if isinstance(delta, dict) else {}
     parts = (delta.get("reasoning_content") or delta.get("reasoning"), delta.get("content"), choice.get("text"))
     return "".join(part for part in parts if isinstance(part, str))
 
