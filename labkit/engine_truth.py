@@ -6,6 +6,7 @@ setting, plus what the engine adds on the host. That is two constants per engine
 speculative steps, fitted at the shortest context only; every other cell is a test.
 """
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +19,14 @@ from labkit.engines.roles import version_key
 from labkit.engines.tables import read_table
 from labkit.errors import InputError
 from labkit.results import find_runs, load_runs
+from labkit.shapes import model_shapes
 
 IMPOSED_LENGTHS = (1.5, 2.5, 4.0)
 TOLERANCE = 0.1  # a prediction is trusted to this; closer to break-even than that it is undecided
 CELL = ["run_id", "gpu", "engine", "engine_version", "endpoint", "setting", "target", "batch_size", "context_len"]
-_FORWARD = ["backend", "batch_size", "q_len", "context_len"]
+_FORWARD = ["target", "backend", "batch_size", "q_len", "context_len"]
+_HEADS = ["num_qo_heads", "num_kv_heads", "head_dim"]
+_KERNEL = [*_HEADS, "backend", "batch_size", "q_len", "context_len"]
 
 
 @dataclass(frozen=True)
@@ -47,13 +51,17 @@ def load_truth(*paths: str | Path) -> EngineTruth:
         cells = engine_cells(load_runs("replay", *files))
     except InputError as error:
         return EngineTruth(pd.DataFrame(), f"no step times from inside an engine: {error}")
-    forwards = pd.DataFrame(columns=["target", *_FORWARD, "forward_ms"])
+    forwards = pd.DataFrame(columns=[*_FORWARD, "forward_ms", "rest_ms"])
+    kernels = pd.DataFrame(columns=[*_KERNEL, "attention_ms"])
     try:
         found = [run.path for run in find_runs("step", *paths)]
         forwards, files = forward_times(load_runs("step", *found)), files + found
     except InputError as error:
         missing.append(f"no forwards to predict from: {error}")
-    cells = predict(cells, forwards)
+    with contextlib.suppress(InputError):  # only where a forward is missing
+        found = [run.path for run in find_runs("attention", *paths)]
+        kernels, files = kernel_times(load_runs("attention", *found)), files + found
+    cells = predict(cells, forwards, kernels)
     if not missing:
         missing = sorted(cells["reason"].dropna().unique())
     return EngineTruth(cells, "; ".join(missing), tuple(files))
@@ -98,7 +106,7 @@ def _arm(arm: pd.DataFrame, plain: np.ndarray) -> dict[str, Any]:
 
 
 def forward_times(rows: pd.DataFrame) -> pd.DataFrame:
-    """Median forward of the target, ms, per target, backend, batch, q_len and context; 16-bit, newest run per cell."""
+    """forward_ms and rest_ms (without attention): medians of the newest run per cell of a 16-bit target."""
     kept = rows[(rows["status"] == "ok") & rows["phase"].isin(["decode", "verify"])]
     kept = kept[(kept["weight_dtype"] == "bfloat16") & (kept["kv_dtype"] == "bfloat16")]
     if "shared_prefix_len" in kept:
@@ -106,8 +114,20 @@ def forward_times(rows: pd.DataFrame) -> pd.DataFrame:
     if kept.empty:
         raise InputError("step rows: none of a 16-bit target's decode or verify")
     kept = kept.assign(target=kept["target"].str.removeprefix("random:").str.partition("@")[0])
-    medians = kept.groupby(["target", *_FORWARD, "run_id"])["forward_ms"].median().reset_index()
-    return medians.sort_values("run_id").groupby(["target", *_FORWARD])["forward_ms"].last().reset_index()
+    kept = kept.assign(rest_ms=kept["forward_ms"] - kept["attention_ms"])
+    return _newest(kept, _FORWARD, ["forward_ms", "rest_ms"])
+
+
+def kernel_times(rows: pd.DataFrame) -> pd.DataFrame:
+    """attention_ms of one layer: medians of the newest run per cell; 16-bit, causal, no shared prefix, cold cache."""
+    kept = rows[(rows["status"] == "ok") & (rows["kv_dtype"] == "bfloat16") & (rows["l2_state"] == "cold")]
+    kept = kept[kept["window"].isna() & kept["shared_prefix_len"].fillna(0).eq(0) & kept["mask"].eq("causal")]
+    return _newest(kept, _KERNEL, ["attention_ms"])
+
+
+def _newest(rows: pd.DataFrame, keys: list[str], values: list[str]) -> pd.DataFrame:
+    medians = rows.groupby([*keys, "run_id"])[values].median().reset_index()
+    return medians.sort_values("run_id").groupby(keys)[values].last().reset_index()
 
 
 def paired_backends(engine: str, version: str | None, setting: str) -> tuple[str, str] | None:
@@ -129,13 +149,17 @@ def _covers(row: dict[str, str], version: str | None) -> bool:
     return version_key(low) <= own and own[:parts] <= version_key(high or low)[:parts]
 
 
-def predict(cells: pd.DataFrame, forwards: pd.DataFrame) -> pd.DataFrame:
+def predict(cells: pd.DataFrame, forwards: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
     """Add to measured cells ``predicted`` (NaN with a ``reason``), ``error``, and ``fitted``: the shortest context.
 
-    forwards : of `forward_times`. Between measured query lengths (the drafts of a step are as the engine counted them)
-    and batch sizes a straight line is drawn; nothing is extended past them.
+    forwards, kernels : of `forward_times` and `kernel_times`. A forward that was not measured with the paired backend
+    is composed (column ``composed``): all but attention of the other backends' forwards, and the backend's attention of
+    every layer. Between measured query lengths (the drafts of a step are as the engine counted them) and batch sizes a
+    straight line is drawn; nothing is extended past them.
     """
-    parts = pd.DataFrame([_paired_forwards(cell, forwards) for cell in cells.to_dict("records")], index=cells.index)
+    parts = pd.DataFrame(
+        [_paired_forwards(cell, forwards, kernels) for cell in cells.to_dict("records")], index=cells.index
+    )
     table = pd.concat([cells, parts], axis=1)
     columns = ("predicted", "plain_host_ms", "speculation_host_ms")
     table = table.assign(**dict.fromkeys(columns, np.nan), fitted=False)
@@ -149,32 +173,43 @@ def predict(cells: pd.DataFrame, forwards: pd.DataFrame) -> pd.DataFrame:
     return table.assign(error=table["predicted"] / table["relative_step_cost"] - 1)
 
 
-def _paired_forwards(cell: dict[Any, Any], forwards: pd.DataFrame) -> dict[str, Any]:
+def _paired_forwards(cell: dict[Any, Any], forwards: pd.DataFrame, kernels: pd.DataFrame) -> dict[str, Any]:
     """The paired backends of a cell, their forwards in ms, and why there are none."""
-    found = dict.fromkeys(("decode_backend", "verify_backend", "decode_ms", "verify_ms", "reason"))
-    found |= {"decode_ms": np.nan, "verify_ms": np.nan}
+    found: dict[str, Any] = dict.fromkeys(("decode_backend", "verify_backend", "reason"))
+    found |= {"decode_ms": np.nan, "verify_ms": np.nan, "composed": False}
     paired = paired_backends(cell["engine"], cell["engine_version"], cell["setting"])
     if paired is None:
         return found | {"reason": f"{cell['setting']} of {cell['engine']} is paired with no backend"}
-    same = (forwards["target"] == cell["target"]) & (forwards["context_len"] == cell["context_len"])
-    q_lens = (1.0, 1 + cell["drafts_per_step"])
-    decode, verify = (
-        _forward(forwards[same & (forwards["backend"] == backend)], cell["batch_size"], q_len)
-        for backend, q_len in zip(paired, q_lens, strict=True)
-    )
-    found |= {"decode_backend": paired[0], "verify_backend": paired[1], "decode_ms": decode, "verify_ms": verify}
-    if np.isnan(decode) or np.isnan(verify):
+    for name, backend, q_len in zip(("decode", "verify"), paired, (1.0, 1 + cell["drafts_per_step"]), strict=True):
+        known = forwards[(forwards["target"] == cell["target"]) & (forwards["context_len"] == cell["context_len"])]
+        time_ms = _at(known[known["backend"] == backend], "forward_ms", cell["batch_size"], q_len)
+        if np.isnan(time_ms):
+            time_ms = _composed(cell, backend, q_len, forwards, kernels)
+            found["composed"] = True
+        found |= {f"{name}_backend": backend, f"{name}_ms": time_ms}
+    if np.isnan(found["decode_ms"]) or np.isnan(found["verify_ms"]):
         found["reason"] = f"no forwards of {' and '.join(dict.fromkeys(paired))} at some cells"
     return found
 
 
-def _forward(rows: pd.DataFrame, batch_size: float, q_len: float) -> float:
-    """A forward of one backend and context, ms; between measured query lengths and batch sizes on a straight line."""
-    at_length = [
-        (size, _between(part["q_len"], part["forward_ms"], q_len)) for size, part in rows.groupby("batch_size")
-    ]
-    known = pd.DataFrame([pair for pair in at_length if not np.isnan(pair[1])], columns=["batch_size", "forward_ms"])
-    return _between(known["batch_size"], known["forward_ms"], batch_size)
+def _composed(cell: dict[Any, Any], backend: str, q_len: float, forwards: pd.DataFrame, kernels: pd.DataFrame) -> float:
+    """The rest of a forward, which hardly depends on context and backend, and the attention of every layer, ms."""
+    shape = model_shapes().get(cell["target"])
+    if shape is None:
+        return np.nan
+    ours = kernels[(kernels["backend"] == backend) & (kernels["context_len"] == cell["context_len"])]
+    for name in _HEADS:
+        ours = ours[ours[name] == getattr(shape, name)]
+    rest = _at(forwards[forwards["target"] == cell["target"]], "rest_ms", cell["batch_size"], q_len)
+    return rest + shape.num_layers * _at(ours, "attention_ms", cell["batch_size"], q_len)
+
+
+def _at(rows: pd.DataFrame, column: str, batch_size: float, q_len: float) -> float:
+    """The median of a column; between measured query lengths and batch sizes on a straight line, NaN beyond."""
+    medians = rows.groupby(["batch_size", "q_len"])[column].median().reset_index()
+    by_batch = [(size, _between(part["q_len"], part[column], q_len)) for size, part in medians.groupby("batch_size")]
+    known = pd.DataFrame([pair for pair in by_batch if not np.isnan(pair[1])], columns=["batch_size", column])
+    return _between(known["batch_size"], known[column], batch_size)
 
 
 def _between(x: pd.Series, y: pd.Series, at: float) -> float:

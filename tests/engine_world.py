@@ -66,6 +66,7 @@ def write_step_run(folder: Path, *, leave_out: str = "") -> Path:
         | {"target": "random:llama-3-8b", "backend": backend, "phase": "decode" if q_len == 1 else "verify"}
         | {"batch_size": batch, "q_len": q_len, "context_len": float(context), "weight_dtype": "bfloat16"}
         | {"kv_dtype": "bfloat16", "launch_mode": "graph", "forward_ms": forward_ms(backend, batch, q_len, context)}
+        | {"attention_ms": forward_ms(backend, batch, q_len, context) - forward_ms(backend, batch, q_len, 0)}
         for backend in SLOPES
         if backend != leave_out
         for q_len in (1, 4, 8)
@@ -73,6 +74,25 @@ def write_step_run(folder: Path, *, leave_out: str = "") -> Path:
         for context in CONTEXTS
     ]
     return _write(folder, "step", gpu, run_id, rows)
+
+
+def write_attention_run(folder: Path, backends: tuple[str, ...]) -> Path:
+    """One layer's attention of a model of 32 layers with 32 query and 8 KV heads."""
+    run_id, gpu = "20260101T000000Z-dddddd", "nvidia-h200"
+    rows = [
+        {"run_id": run_id, "experiment": "attention", "status": "ok", "gpu": gpu, "origin": "measured", "sample": 0}
+        | {"point_key": f"{backend}{q_len}{batch}{context}", "group": f"{batch}{context}", "round": 0}
+        | {"backend": backend, "phase": "decode" if q_len == 1 else "verify", "batch_size": batch, "q_len": q_len}
+        | {"context_len": float(context), "context_len_max": context, "num_qo_heads": 32, "num_kv_heads": 8}
+        | {"head_dim": 128, "page_size": 16, "page_order": "permuted", "q_dtype": "bfloat16", "kv_dtype": "bfloat16"}
+        | {"mask": "causal", "launch_mode": "graph", "l2_state": "cold"}
+        | {"attention_ms": (forward_ms(backend, batch, q_len, context) - forward_ms(backend, batch, q_len, 0)) / 32}
+        for backend in backends
+        for q_len in (1, 4, 8)
+        for batch in BATCHES
+        for context in CONTEXTS
+    ]
+    return _write(folder, "attention", gpu, run_id, rows)
 
 
 def _write(folder: Path, experiment: str, gpu: str, run_id: str, rows: list[dict]) -> Path:

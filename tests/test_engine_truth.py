@@ -8,7 +8,15 @@ from labkit.check import check_run
 from labkit.engine_truth import load_truth, paired_backends, reversals, truth_answer, verdicts
 from labkit.errors import InputError
 from labkit.plots_engine import figure_engine_cost, figure_engine_prediction
-from tests.engine_world import CONTEXTS, HOST, PLAIN_HOST, forward_ms, write_engine_run, write_step_run
+from tests.engine_world import (
+    CONTEXTS,
+    HOST,
+    PLAIN_HOST,
+    forward_ms,
+    write_attention_run,
+    write_engine_run,
+    write_step_run,
+)
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +86,18 @@ def test_between_measured_batches_a_line_beyond_none(tmp_path, monkeypatch):
     cells = load_truth(tmp_path).cells
     assert cells[cells["batch_size"] == 1]["predicted"].isna().all()
     assert cells[cells["batch_size"] == 8]["error"].abs().max() < 0.01
+
+
+def test_a_missing_forward_is_composed_of_the_rest_and_the_kernel(tmp_path):
+    write_engine_run(tmp_path, noise=0)
+    write_step_run(tmp_path, leave_out="triton_segmented_2d")
+    write_attention_run(tmp_path, ("triton_segmented_2d",))
+    truth = load_truth(tmp_path)
+    assert truth.missing == ""
+    assert truth.cells.groupby("setting")["composed"].all().to_dict() == {
+        "FLASHINFER": False, "FLASH_ATTN": False, "TRITON_ATTN": True,
+    }  # fmt: skip
+    assert truth.cells["error"].abs().max() < 0.01
 
 
 def test_verdicts_and_the_reversal(truth):
