@@ -241,17 +241,18 @@ def verdicts(cells: pd.DataFrame, lengths: Sequence[float] = IMPOSED_LENGTHS) ->
 
 
 def reversals(cells: pd.DataFrame, lengths: Sequence[float] = IMPOSED_LENGTHS) -> pd.DataFrame:
-    """Where the backend alone decides inside one engine: measured cells at which one setting pays and another loses."""
+    """Where the backend alone decides in one engine: one setting pays and another loses, both beyond their interval."""
     rows = []
     if cells.empty:
         return pd.DataFrame()
-    for key, part in cells.groupby(["engine", "num_speculative_tokens", "batch_size", "context_len"]):
-        costs = part.groupby("setting")["relative_step_cost"].median().sort_values()
+    names = ["engine", "num_speculative_tokens", "batch_size", "context_len"]
+    for key, part in cells.groupby(names):
+        ordered = part.sort_values("relative_step_cost")
+        best, worst, k = ordered.iloc[0], ordered.iloc[-1], ordered["num_speculative_tokens"].iloc[0]
         for length in lengths:
-            if costs.iloc[0] < length < costs.iloc[-1] and length <= part["num_speculative_tokens"].iloc[0] + 1:
-                names = ("engine", "num_speculative_tokens", "batch_size", "context_len")
-                ends = {"pays": costs.index[0], "pays_speedup": length / costs.iloc[0]}
-                ends |= {"loses": costs.index[-1], "loses_speedup": length / costs.iloc[-1]}
+            if best["relative_step_cost_high"] < length < worst["relative_step_cost_low"] and length <= k + 1:
+                ends = {"pays": best["setting"], "pays_speedup": length / best["relative_step_cost"]}
+                ends |= {"loses": worst["setting"], "loses_speedup": length / worst["relative_step_cost"]}
                 rows.append(dict(zip(names, key, strict=True)) | {"length": length, **ends})
     return pd.DataFrame(rows)
 
