@@ -101,6 +101,25 @@ def _add_measuring(add: _Add) -> None:
     trial.add_argument("--full", action="store_true", help="the full correctness matrix (minutes), with progress")
     _json_flag(trial)
 
+    replay = add("replay", _replay, "identical requests to live engines, interleaved; arms side by side")
+    replay.add_argument("--base-url", nargs="+", default=[], metavar="URL", help="OpenAI-compatible servers")
+    replay.add_argument(
+        "--scene", nargs="+", default=[], metavar="NAME|FILE", help="see data/reference/replay_scenes.csv"
+    )
+    replay.add_argument("--repeats", type=int, default=5)
+    replay.add_argument("--out", type=Path, metavar="DIR", help="where runs are stored (default data/runs)")
+    replay.add_argument("--launch", nargs="+", default=[], metavar="LINE", help="launch line of each server")
+    replay.add_argument("--model", metavar="NAME", help="model name to ask for (default: the one all servers serve)")
+    replay.add_argument("--extra", default="{}", metavar="JSON", help="further fields of every request")
+    replay.add_argument("--gpu", metavar="NAME", help="device of the servers, where it is not this machine's")
+    replay.add_argument("--timeout", metavar="TIME", default="10m", help="per attempt (default 10m)")
+    replay.add_argument("--seed", type=int, default=0)
+    replay.add_argument("--varying", metavar="FIELD", help="the one setting in which the servers are meant to differ")
+    replay.add_argument("--allow", nargs="+", default=[], metavar="FIELD", help="further differences to accept")
+    replay.add_argument("--dry-run", action="store_true", help="how many requests of which length, without sending")
+    replay.add_argument("--rows", nargs="+", type=Path, metavar="PATH", help="only report on stored runs")
+    _json_flag(replay)
+
 
 def _add_reading(add: _Add) -> None:
     check = add("check", _check, "validate stored runs")
@@ -191,6 +210,14 @@ def _add_publishing(add: _Add) -> None:
     figures = add("figures", _figures, "draw the committed figures from the committed data")
     figures.add_argument("--stale", action="store_true", help="only list figures whose data or code changed")
 
+    bundle = add("bundle", _bundle, "a zip with rows, requests, versions and the claim that they carry")
+    bundle.add_argument("names", nargs="+", metavar="RUN|FIGURE", help="run files, folders of runs, or figures by name")
+    bundle.add_argument("--out", type=Path, required=True, metavar="B.zip")
+    bundle.add_argument("--anonymous", action="store_true", help="without commits, times, commands and launch lines")
+    reproduce = add("reproduce", _reproduce, "compare a bundle's claims with rows of your own")
+    reproduce.add_argument("bundle", type=Path, metavar="B.zip")
+    reproduce.add_argument("--rows", nargs="+", type=Path, default=[], metavar="PATH", help="your runs")
+
 
 def _json_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="machine-readable output")
@@ -217,6 +244,12 @@ def _try(arguments: argparse.Namespace) -> int:
     from labkit.experiments import trial
 
     return trial.run_from_arguments(arguments)
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from labkit.replay.command import run_from_arguments
+
+    return run_from_arguments(arguments)
 
 
 def _check(arguments: argparse.Namespace) -> int:
@@ -316,6 +349,20 @@ def _figure(arguments: argparse.Namespace) -> None:
     from labkit.named_figures import run_from_arguments
 
     run_from_arguments(arguments)
+
+
+def _bundle(arguments: argparse.Namespace) -> None:
+    from labkit.bundle import bundle
+
+    print(bundle(arguments.names, arguments.out, anonymous=arguments.anonymous))
+
+
+def _reproduce(arguments: argparse.Namespace) -> int:
+    from labkit.bundle import reproduce
+
+    text, met = reproduce(arguments.bundle, arguments.rows)
+    print(text)
+    return 0 if met else FINDING
 
 
 def _figures(arguments: argparse.Namespace) -> int:

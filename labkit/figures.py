@@ -29,7 +29,8 @@ DRAWING_CODE = (
     *("acceptance.py", "acceptance_join.py", "acceptance_positions.py", "attention_table.py"),
     *("breakeven.py", "canvas.py", "cause.py", "cost.py", "crossovers.py", "curves.py", "diagnosis.py"),
     *("explorer.py", "figures.py", "forward_costs.py", "intervals.py", "labels.py", "pairings.py"),
-    *("panels.py", "plots.py", "plots_acceptance.py", "plots_attention.py", "plots_explorer.py"),
+    *("panels.py", "plots.py", "plots_acceptance.py", "plots_attention.py", "plots_engine.py"),
+    "plots_explorer.py",
     *("plots_floor.py", "plots_pairings.py", "plots_step.py", "plots_verdict.py", "rows.py", "schema.py"),
     *("shapes.py", "speedup.py", "step_costs.py", "step_table.py", "style.py"),
 )

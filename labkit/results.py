@@ -29,6 +29,7 @@ from labkit.schema import (
     ORIGIN_ALIASES,
     REAL,
     SCHEMA_VERSION,
+    SERIES,
     TEXT,
     Column,
     arrow_schema,
@@ -58,7 +59,8 @@ def _array(column: Column, values: list[Any]) -> pa.Array:
         array = pa.array(values)
         kind = array.type
         number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
-        fits = {TEXT: pa.types.is_string(kind), COUNT: number, REAL: number, HISTOGRAM: pa.types.is_list(kind)}
+        lists = dict.fromkeys((SERIES, HISTOGRAM), pa.types.is_list(kind))
+        fits = {TEXT: pa.types.is_string(kind), COUNT: number, REAL: number} | lists
         if not (fits[column.type] or pa.types.is_null(kind)):
             raise InputError(f"{column.name}: wanted {column.type}, got {kind}")
         return array.cast(column.type)
@@ -235,7 +237,8 @@ def find_runs(experiment: str, *paths: str | Path, gpu: str | None = None) -> li
         where = ", ".join(_source_name(root) for root in roots)
         if devices:
             raise InputError(f"gpu: wanted one of {', '.join(sorted(devices))} (in {where}), got {gpu!r}")
-        raise InputError(f"no runs of {experiment} in {where}; `labkit run {experiment}` makes one")
+        command = experiment if experiment == "replay" else f"run {experiment}"
+        raise InputError(f"no runs of {experiment} in {where}; `labkit {command}` makes one")
     return [found[run_id] for run_id in sorted(found)]
 
 
@@ -270,7 +273,7 @@ def load_runs(experiment: str, *paths: str | Path, gpu: str | None = None) -> pd
     table = pa.concat_tables(_checked_rows(run, experiment) for run in find_runs(experiment, *paths, gpu=gpu))
     frame = table.to_pandas()
     for column in columns(experiment):
-        if column.type == HISTOGRAM:
+        if column.type in (SERIES, HISTOGRAM):
             frame[column.name] = pd.Series(table[column.name].to_pylist(), dtype=object)
     return frame
 
