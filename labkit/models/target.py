@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from labkit.errors import InputError
+from labkit.models.layers import Taps
 from labkit.speculation import Draft, Request
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ class ModelTarget:
     from one prompt (other backends, other drafters) prefill it once.
 
     verify_backend, decode_backend : attention backend of speculative passes and of plain steps.
+    taps : layers whose hidden states are kept beside the cache, for drafters that read them (`states`).
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class ModelTarget:
         verify_backend: str,
         decode_backend: str | None = None,
         page_size: int = 16,
+        taps: Sequence[int] = (),
     ):
         limit = decoder.shape.max_context_len
         if max_context_len > limit:
@@ -44,6 +47,10 @@ class ModelTarget:
         self._cached: list[list[int]] = [[] for _ in range(batch_size)]
         self._row_of: dict[int, int] = {}
         self._views: dict[tuple[int, ...], PagedKVCache] = {}
+        self.taps = tuple(sorted(set(taps)))
+        self._width = decoder.shape.hidden_size
+        states = (batch_size, self.cache.max_context_len if taps else 0, len(self.taps) * self._width)
+        self._states = torch.empty(states, dtype=decoder.activation_dtype, device=decoder.device)
 
     @property
     def max_context_len(self) -> int:
@@ -72,6 +79,20 @@ class ModelTarget:
         tokens = torch.tensor([[request.token_ids[-1]] for request in requests], device=self.decoder.device)
         return self._forward(requests, tokens, self.decode_backend)
 
+    def states(self, requests: Sequence[Request], start: Sequence[int], num_tokens: int, taps: Sequence[int]) -> Tensor:
+        """Hidden states ``[batch_size, num_tokens, len(taps) * hidden_size]`` of each request from ``start`` on.
+
+        Only those of tokens in the cache mean anything. Raises ValueError: a layer that is not tapped.
+        """
+        if missing := [tap for tap in taps if tap not in self.taps]:
+            raise ValueError(f"taps: wanted some of {self.taps}, got {missing[0]}")
+        rows = torch.tensor([self._row_of[request.index] for request in requests], device=self.decoder.device)
+        places = torch.tensor(start, device=self.decoder.device)[:, None]
+        places = places + torch.arange(num_tokens, device=self.decoder.device)
+        found = self._states[rows[:, None], places.clamp(max=self._states.shape[1] - 1)]
+        columns = [self.taps.index(tap) * self._width for tap in taps]
+        return torch.cat([found[..., column : column + self._width] for column in columns], dim=-1)
+
     def adopt(self, other: ModelTarget, token_ids: Sequence[int]) -> None:
         """Copy the keys and values of the longest prefix of ``token_ids`` that ``other`` holds into this empty cache.
 
@@ -84,6 +105,8 @@ class ModelTarget:
         num_pages = -(-shared // self.cache.page_size)
         self.cache.k[:, :num_pages] = other.cache.k[:, :num_pages]
         self.cache.v[:, :num_pages] = other.cache.v[:, :num_pages]
+        if self.taps:
+            self._states[0, :shared] = other._states[0, :shared]
         self.cache.advance(shared)
         self._cached[0] = list(token_ids[:shared])
 
@@ -93,7 +116,16 @@ class ModelTarget:
         active.truncate([len(request.token_ids) - 1 for request in requests])
         for row, request in zip(rows, requests, strict=True):
             self._cached[row] = request.token_ids  # the same list: it grows with what the loop keeps
-        return self.decoder.forward(tokens, active, backend=backend, logits="all")
+        if not self.taps:
+            return self.decoder.forward(tokens, active, backend=backend, logits="all")
+        states = self._states.new_empty(*tokens.shape, self._states.shape[2])
+        places = torch.tensor(active.context_lens, device=self.decoder.device)[:, None]
+        places = places + torch.arange(tokens.shape[1], device=self.decoder.device)
+        logits = self.decoder.forward(
+            tokens, active, backend=backend, logits="all", taps=Taps(self.taps, states)
+        )
+        self._states[torch.tensor(rows, device=self.decoder.device)[:, None], places] = states
+        return logits
 
     def _view(self, rows: tuple[int, ...]) -> PagedKVCache:
         if rows not in self._views:
@@ -105,7 +137,8 @@ class ModelTarget:
         shared = next((i for i in range(held) if self._cached[row][i] != token_ids[i]), held)
         self._view((row,)).truncate([shared])
         self._cached[row] = token_ids
-        return self.decoder.prefill(token_ids[shared:], self.cache, row, backend=self.verify_backend)
+        taps = Taps(self.taps, self._states[row : row + 1, shared : len(token_ids)]) if self.taps else None
+        return self.decoder.prefill(token_ids[shared:], self.cache, row, backend=self.verify_backend, taps=taps)
 
 
 class FilledTarget(ModelTarget):

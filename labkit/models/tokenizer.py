@@ -29,9 +29,9 @@ class Tokenizer:
         known = [*eos_token_ids, *(marker for marker in markers if marker is not None)]
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(known))
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a plain text, with the begin-of-text token where the tokenizer adds one."""
-        return self._backend.encode(text).ids
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a plain text, with the begin-of-text token where the tokenizer adds one and it is wanted."""
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of token ids; a cut multi-byte character decodes to U+FFFD."""
