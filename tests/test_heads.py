@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from labkit.drafting.autoregressive import AutoregressiveDrafter
 from labkit.drafting.block import BlockDrafter
 from labkit.drafting.checkpoint import read_checkpoint
+from labkit.drafting.tree import TreeShape
 from labkit.errors import InputError
 from labkit.models.layers import Taps
 from labkit.models.target import ModelTarget
@@ -89,3 +90,21 @@ def test_training_makes_the_drafts_that_the_drafter_makes_block(tiny, tmp_path):
     states = net.states(make_batch(tiny, texts, [5, 5]), anchors, tiny.embed(torch.tensor(3)), BLOCK_SIZE)
     logits = states[:, 0] @ tiny.head_weight[vocabulary].T
     assert torch.equal(vocabulary[logits.argmax(dim=-1)], drafted)
+
+
+def run_tiny(decoder, folder, layout, *, k, backend="sdpa_masked", temperature=0.0, prompts=None, **options):
+    prompts = prompts or tiny_prompts(decoder)
+    room = max(map(len, prompts)) + 90
+    target = ModelTarget(decoder, batch_size=len(prompts), max_context_len=room, verify_backend=backend, taps=TAPS)
+    drafter = {"autoregressive": AutoregressiveDrafter, "block": BlockDrafter}[layout].from_folder(folder, target, **options)
+    return prompts, speculate(target, drafter, prompts, num_speculative_tokens=k, max_new_tokens=24)
+
+
+@pytest.mark.parametrize("layout", ["autoregressive", "block"])
+@pytest.mark.parametrize("options", [{}, {"tree": TreeShape(3, 10)}, {"min_confidence": 0.05}])
+@pytest.mark.parametrize("k", [1, 4, 7])
+def test_greedy_text_is_that_of_plain_decoding(tiny, tmp_path, layout, options, k):
+    make_head(tiny, layout, tmp_path)
+    prompts, got = run_tiny(tiny, tmp_path, layout, k=k, **options)
+    for prompt, expected, generation in zip(prompts, generate(tiny, prompts, None, 0, 24, "sdpa"), got, strict=True):
+        assert_same_text(tiny, prompt, expected, generation.output_ids)

@@ -8,14 +8,18 @@ and the target's states at i, so it holds one entry per token that the target ha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from labkit.attention.api import AttentionSpec
 from labkit.drafting.checkpoint import Checkpoint, read_checkpoint
+from labkit.drafting.tree import TreeShape, grow_tree
+from labkit.errors import InputError
 from labkit.models.layers import Layers
-from labkit.speculation import Draft, Request, sampling_probs
+from labkit.shapes import MAX_Q_LEN
+from labkit.speculation import Draft, Request, sampling_probs, tree_rows
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -97,7 +101,7 @@ class AutoregressiveHead:
             states = self._input_norm(states)
         return self._fc(states.flatten(0, 1)).view(*states.shape[:2], -1)
 
-    def step(self, token_ids: Tensor, states: Tensor, cache: PagedKVCache, *, backend: str, **tree: Tensor) -> Tensor:
+    def step(self, token_ids: Tensor, states: Tensor, cache: PagedKVCache, *, backend: str, **tree: Any) -> Tensor:
         """One pass over ``[batch_size, q_len]`` tokens, each with its state; returns what is fed back in their place.
 
         tree : ``spec`` and ``depths`` of `labkit.models.layers.Layers.run`.
@@ -107,10 +111,10 @@ class AutoregressiveHead:
         both = torch.cat([token_part, state_part], dim=-1)
         if self._is_mtp:
             hidden = self._fc(both.flatten(0, 1)).view(states.shape)
-            self.layers.run(hidden, cache, backend=backend, **tree)  # type: ignore[arg-type]
+            self.layers.run(hidden, cache, backend=backend, **tree)
         else:
             hidden = (state_part if self._norm_before_residual else states).clone(memory_format=torch.contiguous_format)
-            self.layers.run(hidden, cache, backend=backend, qkv_input=both, **tree)  # type: ignore[arg-type]
+            self.layers.run(hidden, cache, backend=backend, qkv_input=both, **tree)
         return self._norm(hidden) if self._norm_output else hidden
 
     def logits(self, fed_back: Tensor) -> Tensor:
@@ -127,6 +131,7 @@ class AutoregressiveDrafter:
     temperature : 0 drafts greedily; above 0 it samples, and the draft carries the distribution it sampled from.
     min_confidence : stop before a token whose distribution has no probability of at least this; 0 drafts all k. What
         decides is the distribution and not the token drawn from it, so sampling stays exact.
+    tree, tree_backend : draft trees of depth k instead of chains, always by probability, and their attention backend.
     """
 
     def __init__(
@@ -137,10 +142,14 @@ class AutoregressiveDrafter:
         backend: str = "sdpa",
         temperature: float = 0.0,
         min_confidence: float = 0.0,
+        tree: TreeShape | None = None,
+        tree_backend: str = "sdpa_masked",
         generator: torch.Generator | None = None,
     ):
         self.name, self.head, self.target, self.backend = head.name, head, target, backend
         self.temperature, self.min_confidence, self.generator = temperature, min_confidence, generator
+        self.tree, self.tree_backend = tree, tree_backend
+        self.num_draft_nodes = tree and tree.num_draft_nodes
 
     @classmethod
     def from_folder(cls, folder: str | Path, target: ModelTarget, **options: object) -> AutoregressiveDrafter:
@@ -166,6 +175,8 @@ class AutoregressiveDrafter:
             return Draft.from_lists([[] for _ in requests])
         with torch.inference_mode():
             cache, states = self._extend(requests)
+            if self.tree is not None:
+                return self._grow(self.tree, k, cache, states)
             drafts: list[Tensor] = []
             probs: list[Tensor] = []
             confident = torch.ones(len(requests), dtype=torch.int64, device=states.device)
@@ -183,6 +194,38 @@ class AutoregressiveDrafter:
             if not drafts:
                 return Draft.from_lists([[] for _ in requests])
             return Draft(torch.cat(drafts, dim=1).clone(), lengths.tolist(), torch.stack(probs, dim=1) if probs else None)
+
+    def _grow(self, shape: TreeShape, depth: int, cache: PagedKVCache, root: Tensor) -> Draft:
+        """A tree; each level is one pass over all nodes that were grown on, since a mask spans the new tokens only."""
+        if shape.top_k * (depth - 1) > MAX_Q_LEN:
+            wanted = f"top_k * (k - 1) of at most {MAX_Q_LEN}"
+            raise InputError(f"draft tree of {self.name}: wanted {wanted}, got {shape.top_k} * {depth - 1}")
+        ends, count = cache.context_lens, len(root)
+        none = torch.empty(count, 0, dtype=torch.int64, device=root.device)
+        tokens, parents, entered, outputs = none, none, root[:, :0], root[:, :0]
+
+        def expand(level: Tensor, above: Tensor) -> Tensor:
+            nonlocal tokens, parents, entered, outputs
+            held, width = tokens.shape[1], level.shape[1]
+            if held:
+                states = outputs.gather(1, above[..., None].expand(-1, -1, root.shape[-1]))
+                above = above + held - outputs.shape[1]
+            else:
+                states, above = root.expand(-1, width, -1), torch.full_like(above, -1)
+            tokens, parents = torch.cat([tokens, level], 1), torch.cat([parents, above], 1)
+            entered = torch.cat([entered, states], 1)
+            masks, depths = tree_rows(parents)
+            # Without the last token, which the cache holds: its bit, and its place in the depths.
+            spec = AttentionSpec(tree=(masks[:, 1:] >> 1) & ((1 << tokens.shape[1]) - 1))
+            passed = self.head.step(
+                tokens, entered, cache, backend=self.tree_backend, spec=spec, depths=depths[:, 1:] - 1
+            )
+            cache.truncate(ends)
+            outputs = passed[:, -width:]
+            return self.head.logits(outputs).log_softmax(dim=-1)
+
+        first = self.head.logits(root[:, -1]).log_softmax(dim=-1)
+        return grow_tree(shape, depth, first, expand, self.head.token_ids)
 
     def _choose(self, logits: Tensor, probs: list[Tensor]) -> Tensor:
         """One token of the target's vocabulary per request ``[batch_size, 1]``."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from labkit.attention.api import AttentionSpec
 from labkit.drafting.checkpoint import Checkpoint, read_checkpoint
+from labkit.drafting.tree import TreeShape, grow_tree
 from labkit.errors import InputError
 from labkit.models.layers import Layers
 from labkit.speculation import Draft, Request, sampling_probs
@@ -92,6 +93,7 @@ class BlockDrafter:
 
     temperature, generator : as `AutoregressiveDrafter`.
     min_confidence : cut the draft before the first token whose distribution has no probability of at least this.
+    tree : draft trees of depth k, of the best tokens of each place.
     """
 
     def __init__(
@@ -102,10 +104,12 @@ class BlockDrafter:
         backend: str = "sdpa_masked",
         temperature: float = 0.0,
         min_confidence: float = 0.0,
+        tree: TreeShape | None = None,
         generator: torch.Generator | None = None,
     ):
         self.name, self.head, self.target, self.backend = head.name, head, target, backend
         self.temperature, self.min_confidence, self.generator = temperature, min_confidence, generator
+        self.tree, self.num_draft_nodes = tree, tree and tree.num_draft_nodes
 
     @classmethod
     def from_folder(cls, folder: str | Path, target: ModelTarget, **options: object) -> BlockDrafter:
@@ -135,6 +139,11 @@ class BlockDrafter:
             return Draft.from_lists([[] for _ in requests])
         with torch.inference_mode():
             logits = self._logits(requests)[:, :k]
+            if self.tree is not None:
+                places = iter(logits[:, 1:].log_softmax(dim=-1).split(1, dim=1))
+                first = logits[:, 0].log_softmax(dim=-1)
+                expand = lambda level, _: next(places).expand(-1, level.shape[1], -1)  # noqa: E731
+                return grow_tree(self.tree, k, first, expand, self.head.token_ids)
             confidence = logits.softmax(dim=-1).amax(dim=-1)
             lengths = (confidence >= self.min_confidence).long().cumprod(dim=1).sum(dim=1)
             ids, vocab_size = self.head.token_ids, self.head.target.shape.vocab_size

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from labkit.speculation import Draft, Request
+from labkit.speculation import Draft, Request, tree_rows
 
 
 class RecordedTarget:
@@ -30,7 +30,11 @@ class RecordedTarget:
         return self._one_hot(len(requests[0].token_ids), 1)[0]
 
     def verify(self, requests: Sequence[Request], draft: Draft) -> Tensor:
-        return self._one_hot(len(requests[0].token_ids), draft.token_ids.shape[1] + 1)
+        said = self._one_hot(len(requests[0].token_ids), draft.token_ids.shape[1] + 1)
+        return said if draft.parents is None else said[:, tree_rows(draft.parents)[1][0]]
+
+    def keep(self, requests: Sequence[Request], nodes: Sequence[Sequence[int]]) -> None:
+        """There is no cache."""
 
     def decode(self, requests: Sequence[Request]) -> Tensor:
         return self._one_hot(len(requests[0].token_ids), 1)

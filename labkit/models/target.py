@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from labkit.attention.api import AttentionSpec
 from labkit.errors import InputError
 from labkit.models.layers import Taps
-from labkit.speculation import Draft, Request
+from labkit.speculation import Draft, Request, tree_rows
 
 if TYPE_CHECKING:
     from labkit.kv_cache import PagedKVCache
@@ -72,12 +73,25 @@ class ModelTarget:
         last = torch.tensor([[request.token_ids[-1]] for request in requests])
         device = draft.token_ids.device  # one copy to the model's device where the draft was made on the host
         tokens = torch.cat([last.to(device), draft.token_ids], dim=1).to(self.decoder.device)
-        return self._forward(requests, tokens, self.verify_backend)
+        if draft.parents is None:
+            return self._forward(requests, tokens, self.verify_backend)
+        masks, depths = tree_rows(draft.parents)
+        tree = {"spec": AttentionSpec(tree=masks.to(tokens.device)), "depths": depths.to(tokens.device)}
+        return self._forward(requests, tokens, self.verify_backend, **tree)
 
     def decode(self, requests: Sequence[Request]) -> Tensor:
         """A plain step [batch_size, 1, vocab_size]."""
         tokens = torch.tensor([[request.token_ids[-1]] for request in requests], device=self.decoder.device)
         return self._forward(requests, tokens, self.decode_backend)
+
+    def keep(self, requests: Sequence[Request], nodes: Sequence[Sequence[int]]) -> None:
+        """Move what the cache (and the states) hold of these nodes of a tree behind the last token, in this order."""
+        for request, chosen in zip(requests, nodes, strict=True):
+            row, after = self._row_of[request.index], len(request.token_ids)
+            sources = [after + node for node in chosen]
+            self._view((row,)).move(sources, after)
+            if self.taps:
+                self._states[row, after : after + len(sources)] = self._states[row, sources]
 
     def states(self, requests: Sequence[Request], start: Sequence[int], num_tokens: int, taps: Sequence[int]) -> Tensor:
         """Hidden states ``[batch_size, num_tokens, len(taps) * hidden_size]`` of each request from ``start`` on.
@@ -110,19 +124,19 @@ class ModelTarget:
         self.cache.advance(shared)
         self._cached[0] = list(token_ids[:shared])
 
-    def _forward(self, requests: Sequence[Request], tokens: Tensor, backend: str) -> Tensor:
+    def _forward(self, requests: Sequence[Request], tokens: Tensor, backend: str, **tree: Any) -> Tensor:
         rows = tuple(self._row_of[request.index] for request in requests)
         active = self._view(rows)
         active.truncate([len(request.token_ids) - 1 for request in requests])
         for row, request in zip(rows, requests, strict=True):
             self._cached[row] = request.token_ids  # the same list: it grows with what the loop keeps
         if not self.taps:
-            return self.decoder.forward(tokens, active, backend=backend, logits="all")
+            return self.decoder.forward(tokens, active, backend=backend, logits="all", **tree)
         states = self._states.new_empty(*tokens.shape, self._states.shape[2])
         places = torch.tensor(active.context_lens, device=self.decoder.device)[:, None]
         places = places + torch.arange(tokens.shape[1], device=self.decoder.device)
         logits = self.decoder.forward(
-            tokens, active, backend=backend, logits="all", taps=Taps(self.taps, states)
+            tokens, active, backend=backend, logits="all", taps=Taps(self.taps, states), **tree
         )
         self._states[torch.tensor(rows, device=self.decoder.device)[:, None], places] = states
         return logits

@@ -234,8 +234,8 @@ class Trainer:
         num_steps, source = self.settings["num_steps"], self.batches()
         begin, end = self.elapsed(), max(self.budget_s - _FINAL_RESERVE_S, self.elapsed() + 1)
         stages = [math.ceil(share * num_steps) for share in _STAGES]
-        on_cuda = self.device.type == "cuda"
-        autocast = torch.autocast("cuda", torch.bfloat16) if on_cuda else contextlib.nullcontext()
+        half = self.decoder.dtype != "float32"
+        autocast = torch.autocast(self.device.type, torch.bfloat16) if half else contextlib.nullcontext()
         for step in range(1, num_steps + 1):
             answers = next(source)
             batch = self.batch(answers)
