@@ -174,7 +174,9 @@ class PagedKVCache:
         if not sources or list(sources) == list(range(to, to + len(sources))):
             return
         if max(*sources, to + len(sources) - 1) >= self.max_context_len:
-            raise ValueError(f"sources and to must stay within max_context_len={self.max_context_len}, got {sources}, {to}")
+            raise ValueError(
+                f"sources and to must stay within max_context_len={self.max_context_len}, got {sources}, {to}"
+            )
         places = torch.tensor([*sources, *range(to, to + len(sources))])
         slots = self._host_table[0][places // self.page_size] * self.page_size + places % self.page_size
         read, write = slots.to(self.device).chunk(2)

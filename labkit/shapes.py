@@ -43,7 +43,8 @@ class AttentionShape:
     `context_len` counts the tokens in the cache before the step, per request: an int when all requests agree,
     else a tuple of `batch_size` ints. The call attends to ``kv_len = context_len + q_len`` keys with a
     lower-right aligned causal mask, of which a `window` keeps the last so many keys of each row. With `mask` ``"tree"``
-    the new tokens see their ancestors only, with ``"none"`` each other. The first `shared_prefix_len` tokens lie in pages that all requests share.
+    the new tokens see their ancestors only, with ``"none"`` each other. The first `shared_prefix_len` tokens lie in
+    pages that all requests share.
 
     Raises
     ------

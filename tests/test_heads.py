@@ -1,16 +1,11 @@
 """Draft heads: published layouts, what they refuse, and that what is trained is what is run."""
 
-import json
-
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from labkit.drafting.autoregressive import AutoregressiveDrafter
 from labkit.drafting.block import BlockDrafter
-from labkit.drafting.checkpoint import read_checkpoint
 from labkit.drafting.tree import TreeShape
-from labkit.errors import InputError
 from labkit.models.layers import Taps
 from labkit.models.target import ModelTarget
 from labkit.models.weights import load_model
@@ -53,7 +48,9 @@ def make_batch(decoder, texts, firsts):
     decoder.forward(token_ids, decoder.new_cache(len(texts), width), backend="reference", taps=Taps(TAPS, out))
     lens, first = torch.tensor([len(text) for text in texts]), torch.tensor(firsts)
     window = int((lens - first).max()) - 2
-    return heads.Batch(token_ids, first, lens, decoder.embed(token_ids).clone(), out, torch.zeros(len(texts), window, 1))
+    return heads.Batch(
+        token_ids, first, lens, decoder.embed(token_ids).clone(), out, torch.zeros(len(texts), window, 1)
+    )
 
 
 def test_training_makes_the_drafts_that_the_drafter_makes_autoregressive(tiny, tmp_path):
@@ -96,7 +93,9 @@ def run_tiny(decoder, folder, layout, *, k, backend="sdpa_masked", temperature=0
     prompts = prompts or tiny_prompts(decoder)
     room = max(map(len, prompts)) + 90
     target = ModelTarget(decoder, batch_size=len(prompts), max_context_len=room, verify_backend=backend, taps=TAPS)
-    drafter = {"autoregressive": AutoregressiveDrafter, "block": BlockDrafter}[layout].from_folder(folder, target, **options)
+    drafter = {"autoregressive": AutoregressiveDrafter, "block": BlockDrafter}[layout].from_folder(
+        folder, target, **options
+    )
     return prompts, speculate(target, drafter, prompts, num_speculative_tokens=k, max_new_tokens=24)
 
 

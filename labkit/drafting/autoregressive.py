@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from labkit.kv_cache import PagedKVCache
-    from labkit.models.decoder import Decoder
     from labkit.models.target import ModelTarget
 
 _CHUNK = 1024
@@ -56,7 +55,9 @@ class AutoregressiveHead:
                 linear_backend=target.linear_backend,
                 qkv_width=None if self._is_mtp else 2 * width,
             )
-            self._fc = layers.linear(layers.load(checkpoint("fc.weight", (width, 2 * width if self._is_mtp else states))))
+            self._fc = layers.linear(
+                layers.load(checkpoint("fc.weight", (width, 2 * width if self._is_mtp else states)))
+            )
             norm = {name: layers.norm(checkpoint(f"{name}.weight", (width,))) for name in self._norms()}
             self._norm = layers.norm(checkpoint("norm.weight", (width,)))
             self._token_norm, self._state_norm = (norm.get("enorm") or layers.first_norm), norm[self._norms()[-1]]
@@ -91,12 +92,14 @@ class AutoregressiveHead:
         self._input_norm = None if whole is None else self.layers.norm(whole)
 
     def fuse(self, states: Tensor) -> Tensor:
-        """The target's states ``[batch_size, q_len, taps * target hidden]`` as the head's input ``[.., hidden_size]``."""
+        """The target's states ``[batch_size, q_len, taps * hidden]`` as the head's input ``[.., hidden_size]``."""
         if self._is_mtp:
             return states
         if self._tap_norms:
             parts = states.chunk(len(self.taps), dim=-1)
-            states = torch.cat([norm(part.contiguous()) for norm, part in zip(self._tap_norms, parts, strict=True)], dim=-1)
+            states = torch.cat(
+                [norm(part.contiguous()) for norm, part in zip(self._tap_norms, parts, strict=True)], dim=-1
+            )
         if self._input_norm is not None:
             states = self._input_norm(states)
         return self._fc(states.flatten(0, 1)).view(*states.shape[:2], -1)
@@ -193,7 +196,9 @@ class AutoregressiveDrafter:
                     states = self.head.step(drafts[-1], states[:, -1:], cache, backend=self.backend)
             if not drafts:
                 return Draft.from_lists([[] for _ in requests])
-            return Draft(torch.cat(drafts, dim=1).clone(), lengths.tolist(), torch.stack(probs, dim=1) if probs else None)
+            return Draft(
+                torch.cat(drafts, dim=1).clone(), lengths.tolist(), torch.stack(probs, dim=1) if probs else None
+            )
 
     def _grow(self, shape: TreeShape, depth: int, cache: PagedKVCache, root: Tensor) -> Draft:
         """A tree; each level is one pass over all nodes that were grown on, since a mask spans the new tokens only."""
@@ -241,7 +246,7 @@ class AutoregressiveDrafter:
         return torch.multinomial(drawn, 1, generator=self.generator)
 
     def _extend(self, requests: Sequence[Request]) -> tuple[PagedKVCache, Tensor]:
-        """Feed the tokens that were verified since; the cache's view and each last entry's state ``[.., 1, hidden]``."""
+        """Feed the tokens verified since; the cache's view and the last entries' states ``[.., 1, hidden]``."""
         cache = self._cache.rows([self._rows[request.index] for request in requests])
         ends = [len(request.token_ids) - 1 for request in requests]
         starts = [min(self._verified[request.index], end - 1) for request, end in zip(requests, ends, strict=True)]
@@ -252,7 +257,10 @@ class AutoregressiveDrafter:
 
     def _feed(self, requests: Sequence[Request], cache: PagedKVCache, starts: list[int], num_tokens: int) -> Tensor:
         """Entries from ``starts`` on, padded to ``num_tokens`` for all, which the cache forgets again."""
-        tokens = [request.token_ids[start + 1 : start + 1 + num_tokens] for request, start in zip(requests, starts, strict=True)]
+        tokens = [
+            request.token_ids[start + 1 : start + 1 + num_tokens]
+            for request, start in zip(requests, starts, strict=True)
+        ]
         counts = [len(row) for row in tokens]
         padded = torch.tensor([row + [0] * (num_tokens - len(row)) for row in tokens], device=self.head.target.device)
         fused = self.head.fuse(self.target.states(requests, starts, num_tokens, self.head.taps))

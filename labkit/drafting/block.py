@@ -41,13 +41,16 @@ class BlockHead:
         target, config, shape = checkpoint.target, checkpoint.config, checkpoint.shape
         self.name, self.taps, self.target, self.shape = checkpoint.name, checkpoint.taps, target, shape
         self.block_size = int(config.get("block_size", 16))
-        self.mask_token_id = config.get("mask_token_id")
+        mask = config.get("mask_token_id")
         vocab_size = target.shape.vocab_size
-        if not isinstance(self.mask_token_id, int) or not 0 <= self.mask_token_id < vocab_size:
+        if not isinstance(mask, int) or not 0 <= mask < vocab_size:
             wanted = f"a mask_token_id of target {target.name}, 0..{vocab_size - 1}"
-            raise InputError(f"draft model {self.name}: wanted {wanted}, got {self.mask_token_id!r}")
+            raise InputError(f"draft model {self.name}: wanted {wanted}, got {mask!r}")
+        self.mask_token_id = mask
         if config.get("is_causal") or config.get("causal") or "sliding_attention" in (config.get("layer_types") or []):
-            raise InputError(f"draft model {self.name}: only blocks with full attention can be run, got a causal or sliding one")
+            raise InputError(
+                f"draft model {self.name}: only blocks with full attention can be run, got a causal or sliding one"
+            )
         width = shape.hidden_size
         with torch.inference_mode():
             self.layers = layers = Layers(
@@ -59,7 +62,9 @@ class BlockHead:
                 rope_scaling=checkpoint.rope_scaling,
                 linear_backend=target.linear_backend,
             )
-            self._fc = layers.linear(layers.load(checkpoint("fc.weight", (width, len(self.taps) * target.shape.hidden_size))))
+            self._fc = layers.linear(
+                layers.load(checkpoint("fc.weight", (width, len(self.taps) * target.shape.hidden_size)))
+            )
             self._hidden_norm = layers.norm(checkpoint("hidden_norm.weight", (width,)))
             self._norm = layers.norm(checkpoint("norm.weight", (width,)))
             self.token_ids = checkpoint.vocabulary()
@@ -76,7 +81,7 @@ class BlockHead:
         self.layers.inject(context.view(*states.shape[:2], -1), cache)
 
     def block_logits(self, last_token_ids: Tensor, cache: PagedKVCache, *, backend: str) -> Tensor:
-        """float32 logits ``[batch_size, block_size - 1, draft vocabulary]`` of the masks behind ``[batch_size]`` tokens.
+        """float32 logits ``[batch_size, block_size - 1, draft vocabulary]`` of the masks behind the last tokens.
 
         The cache keeps the block's entries; its caller drops them.
         """

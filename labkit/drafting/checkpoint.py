@@ -67,7 +67,9 @@ class Checkpoint:
             raise InputError(f"draft model {self.name}: must hold the tensor {name}, which is missing")
         found = self.tensors[name].get_slice(self._stored(name))
         if tuple(found.get_shape()) != size:
-            wanted = f"{size} for target {self.target.name} (hidden size {self.target.shape.hidden_size}, taps {self.taps})"
+            wanted = (
+                f"{size} for target {self.target.name} (hidden size {self.target.shape.hidden_size}, taps {self.taps})"
+            )
             got = tuple(found.get_shape())
             raise InputError(f"draft model {self.name}: tensor {name} must have shape {wanted}, got {got}")
         return self.tensors[name].get_tensor(self._stored(name))
@@ -91,7 +93,9 @@ class Checkpoint:
         limit = self.target.shape.vocab_size
         if ids.min() < 0 or ids.max() >= limit:
             got = f"{int(ids.min())}..{int(ids.max())}"
-            raise InputError(f"draft model {self.name}: d2t maps to {got}, target {self.target.name} has {limit} tokens")
+            raise InputError(
+                f"draft model {self.name}: d2t maps to {got}, target {self.target.name} has {limit} tokens"
+            )
         return ids
 
 
@@ -166,13 +170,25 @@ def _renamed(name: str, layout: str) -> str:
 def _check(config: dict[str, Any], shape: ModelShape, target: Decoder, name: str, *, own_embedding: bool) -> None:
     hidden, vocabulary = target.shape.hidden_size, target.shape.vocab_size
     pairs = [("vocabulary of", shape.vocab_size, vocabulary)]
-    pairs.append(("target hidden size", config.get("target_hidden_size") or (hidden if own_embedding else shape.hidden_size), hidden))
+    pairs.append(
+        (
+            "target hidden size",
+            config.get("target_hidden_size") or (hidden if own_embedding else shape.hidden_size),
+            hidden,
+        )
+    )
     for what, draft, own in pairs:
         if draft != own:
-            raise InputError(f"draft model {name}: its {what} is {draft}, target {target.name} has {own}".replace("vocabulary of is", "vocabulary is"))
+            raise InputError(
+                f"draft model {name}: its {what} is {draft}, target {target.name} has {own}".replace(
+                    "vocabulary of is", "vocabulary is"
+                )
+            )
     layers = config.get("num_target_layers")
     if layers is not None and layers != target.shape.num_layers:
-        raise InputError(f"draft model {name}: made for {layers} target layers, target {target.name} has {target.shape.num_layers}")
+        raise InputError(
+            f"draft model {name}: made for {layers} target layers, target {target.name} has {target.shape.num_layers}"
+        )
 
 
 def _taps(config: dict[str, Any], layout: str, shape: ModelShape, target: Decoder, name: str) -> tuple[int, ...]:
@@ -187,7 +203,6 @@ def _taps(config: dict[str, Any], layout: str, shape: ModelShape, target: Decode
         taps = [count // 2] if n == 1 else [round(1 + (count - 4) * i / (n - 1)) for i in range(n)]
     if not isinstance(taps, list) or not all(isinstance(tap, int) and 0 <= tap < count for tap in taps):
         vllm = [tap + 1 if isinstance(tap, int) else tap for tap in taps]
-        raise InputError(
-            f"draft model {name}: taps layers {taps} (vLLM numbering {vllm}), target {target.name} has {count}: 0 to {count - 1}"
-        )
+        own = f"target {target.name} has {count}: 0 to {count - 1}"
+        raise InputError(f"draft model {name}: taps layers {taps} (vLLM numbering {vllm}), {own}")
     return tuple(taps)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from labkit.errors import Unsupported
 from labkit.models.decoder import Decoder
 from labkit.models.gated_delta import DeltaState
 from labkit.models.static_forward import StaticForward
@@ -38,7 +39,9 @@ class GraphTarget(FilledTarget):
         if self._states is not None:
             self._states.keep([min(max(now - then, 1), q_len) for now, then in zip(lens, before, strict=True)])
 
-    def _forward(self, requests: Sequence[Request], tokens: Tensor, backend: str) -> Tensor:
+    def _forward(self, requests: Sequence[Request], tokens: Tensor, backend: str, **tree: Any) -> Tensor:
+        if tree:
+            raise Unsupported("trees have no captured forward: each has another mask")
         rows = tuple(self._row_of[request.index] for request in requests)
         active = self._view(rows)
         lens = [len(request.token_ids) - 1 for request in requests]

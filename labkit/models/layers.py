@@ -182,10 +182,11 @@ class Layers:
         q, k, v = staged.split([shape.num_qo_heads, shape.num_kv_heads, shape.num_kv_heads], dim=2)
         attention = prepare(q, cache, backend=backend, spec=spec)
         attended = attention.out.view(batch_size * q_len, -1)
-        for index, layer in enumerate(self.layers):
             assert isinstance(layer, AttentionLayer)
-            given = qkv_input is not None and index == 0
-            self._rotate(layer, qkv_input.flatten(0, 1) if given else layer.attention_norm(flat), rotation, rotated, staged)  # type: ignore[union-attr]
+        for index, layer in enumerate(self._layers):
+            first = qkv_input is not None and index == 0
+            entered = qkv_input.flatten(0, 1) if first else layer.attention_norm(flat)  # type: ignore[union-attr]
+            self._rotate(layer, entered, rotation, rotated, staged)
             cache.append(index, k, v)
             attention.run(q, index, attention.out)
             flat.add_(layer.attention_out(attended.to(dtype)))

@@ -51,7 +51,7 @@ class ModelTarget:
         self.taps = tuple(sorted(set(taps)))
         self._width = decoder.shape.hidden_size
         states = (batch_size, self.cache.max_context_len if taps else 0, len(self.taps) * self._width)
-        self._states = torch.empty(states, dtype=decoder.activation_dtype, device=decoder.device)
+        self._hidden = torch.empty(states, dtype=decoder.activation_dtype, device=decoder.device)
 
     @property
     def max_context_len(self) -> int:
@@ -91,7 +91,7 @@ class ModelTarget:
             sources = [after + node for node in chosen]
             self._view((row,)).move(sources, after)
             if self.taps:
-                self._states[row, after : after + len(sources)] = self._states[row, sources]
+                self._hidden[row, after : after + len(sources)] = self._hidden[row, sources]
 
     def states(self, requests: Sequence[Request], start: Sequence[int], num_tokens: int, taps: Sequence[int]) -> Tensor:
         """Hidden states ``[batch_size, num_tokens, len(taps) * hidden_size]`` of each request from ``start`` on.
@@ -103,7 +103,7 @@ class ModelTarget:
         rows = torch.tensor([self._row_of[request.index] for request in requests], device=self.decoder.device)
         places = torch.tensor(start, device=self.decoder.device)[:, None]
         places = places + torch.arange(num_tokens, device=self.decoder.device)
-        found = self._states[rows[:, None], places.clamp(max=self._states.shape[1] - 1)]
+        found = self._hidden[rows[:, None], places.clamp(max=self._hidden.shape[1] - 1)]
         columns = [self.taps.index(tap) * self._width for tap in taps]
         return torch.cat([found[..., column : column + self._width] for column in columns], dim=-1)
 
@@ -120,7 +120,7 @@ class ModelTarget:
         self.cache.k[:, :num_pages] = other.cache.k[:, :num_pages]
         self.cache.v[:, :num_pages] = other.cache.v[:, :num_pages]
         if self.taps:
-            self._states[0, :shared] = other._states[0, :shared]
+            self._hidden[0, :shared] = other._hidden[0, :shared]
         self.cache.advance(shared)
         self._cached[0] = list(token_ids[:shared])
 
@@ -132,13 +132,13 @@ class ModelTarget:
             self._cached[row] = request.token_ids  # the same list: it grows with what the loop keeps
         if not self.taps:
             return self.decoder.forward(tokens, active, backend=backend, logits="all", **tree)
-        states = self._states.new_empty(*tokens.shape, self._states.shape[2])
+        states = self._hidden.new_empty(*tokens.shape, self._hidden.shape[2])
         places = torch.tensor(active.context_lens, device=self.decoder.device)[:, None]
         places = places + torch.arange(tokens.shape[1], device=self.decoder.device)
         logits = self.decoder.forward(
             tokens, active, backend=backend, logits="all", taps=Taps(self.taps, states), **tree
         )
-        self._states[torch.tensor(rows, device=self.decoder.device)[:, None], places] = states
+        self._hidden[torch.tensor(rows, device=self.decoder.device)[:, None], places] = states
         return logits
 
     def _view(self, rows: tuple[int, ...]) -> PagedKVCache:
@@ -151,7 +151,7 @@ class ModelTarget:
         shared = next((i for i in range(held) if self._cached[row][i] != token_ids[i]), held)
         self._view((row,)).truncate([shared])
         self._cached[row] = token_ids
-        taps = Taps(self.taps, self._states[row : row + 1, shared : len(token_ids)]) if self.taps else None
+        taps = Taps(self.taps, self._hidden[row : row + 1, shared : len(token_ids)]) if self.taps else None
         return self.decoder.prefill(token_ids[shared:], self.cache, row, backend=self.verify_backend, taps=taps)
 
 

@@ -79,7 +79,7 @@ class Trainer:
         self.device, self.start = decoder.device, time.monotonic()
         self.budget_s = parse_duration(arguments.budget, "--budget")
         # Ragged batches: the split kernel on a GPU, one masked call on a CPU.
-        self.backend = "triton_split" if self.device.type == "cuda" else "sdpa_masked"
+        self.backend = arguments.backend or ("triton_split" if self.device.type == "cuda" else "sdpa_masked")
         count = decoder.shape.num_layers
         self.taps = tuple(sorted({min(1, count - 1), max(count // 2 - 1, 0), max(count - 4, 0)}))
         self.rng, self.num_tokens, self.curve = random.Random(self.seed), 0, []  # type: ignore[var-annotated]
@@ -117,7 +117,9 @@ class Trainer:
         )
         self.answers = data.usable(answers)
         if not self.answers:
-            raise InputError(f"--num-prompts: none of {len(answers)} answers has 16 tokens and varies; wanted more prompts")
+            raise InputError(
+                f"--num-prompts: none of {len(answers)} answers has 16 tokens and varies; wanted more prompts"
+            )
         tokens = torch.tensor([token for answer in self.answers for token in answer.output_ids])
         counts = torch.bincount(tokens, minlength=self.decoder.shape.vocab_size)
         counts[list(stops)] = counts.max() + 1
@@ -178,7 +180,9 @@ class Trainer:
         lens = torch.tensor([len(text) for text in texts], device=self.device)
         window = max(max(len(answer.output_ids) for answer in answers) - 1, BLOCK_SIZE)
         hidden, taps = self.decoder.shape.hidden_size, (*self.taps, self.decoder.shape.num_layers)
-        out = torch.empty(len(texts), width, len(taps) * hidden, dtype=self.decoder.activation_dtype, device=self.device)
+        out = torch.empty(
+            len(texts), width, len(taps) * hidden, dtype=self.decoder.activation_dtype, device=self.device
+        )
         cache = self.decoder.new_cache(len(texts), width)
         self.decoder.forward(token_ids, cache, backend="sdpa", logits="last", taps=Taps(taps, out))
         embedded = self.decoder.embed(token_ids).clone()
@@ -254,7 +258,10 @@ class Trainer:
                     head.accuracy.append([round(value.item(), 4) for value in right])
             self.num_tokens += sum(len(answer.output_ids) for answer in answers)
             if step % 100 == 0 or step <= 3:
-                self.say(f"step {step}: " + "; ".join(f"{h.layout} loss {h.losses[-1]} right {h.accuracy[-1]}" for h in self.heads))
+                self.say(
+                    f"step {step}: "
+                    + "; ".join(f"{h.layout} loss {h.losses[-1]} right {h.accuracy[-1]}" for h in self.heads)
+                )
             out_of_time = self.elapsed() > end
             if step in stages or out_of_time:
                 self.finish_stage(step, final=step == num_steps or out_of_time)
@@ -269,9 +276,17 @@ class Trainer:
             limit, tokens = min(6, limit or 6), min(96, tokens)
         folders = {head.layout: self.folder(head) for head in self.heads}
         found = evaluate(
-            self.decoder, self.tokenizer, folders, limit=limit, max_new_tokens=tokens, backend="triton_split" if self.device.type == "cuda" else "sdpa"
+            self.decoder, self.tokenizer, folders, limit=limit, max_new_tokens=tokens, backend=self.backend
         )
-        self.curve.append({"step": step, "num_trained_tokens": self.num_tokens, "prompts_per_workload": limit or "all", "max_new_tokens": tokens, "held_out": found})
+        self.curve.append(
+            {
+                "step": step,
+                "num_trained_tokens": self.num_tokens,
+                "prompts_per_workload": limit or "all",
+                "max_new_tokens": tokens,
+                "held_out": found,
+            }
+        )
         self._write(step)
         for name, groups in found.items():
             shown = {key: value["mean_acceptance_length"] for key, value in groups.items() if isinstance(value, dict)}
@@ -307,7 +322,10 @@ class Trainer:
             "seconds": round(self.elapsed(), 1),
             "loss": {"every": 20, "values": head.losses},
             "top1_agreement_by_step": {"every": 20, "values": head.accuracy[-5:]},
-            "held_out": [stage | {"held_out": {k: v for k, v in stage["held_out"].items() if k in (head.layout, "ngram")}} for stage in self.curve],
+            "held_out": [
+                stage | {"held_out": {k: v for k, v in stage["held_out"].items() if k in (head.layout, "ngram")}}
+                for stage in self.curve
+            ],
             "versions": {"torch": torch.__version__, "code": code_digest(["training"])},
             "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",
         }
@@ -322,8 +340,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--budget", default="5m", metavar="TIME", help="time for everything (default 5m)")
     parser.add_argument("--max-mb", type=float, metavar="MB", help="largest file of a head; its MLP gives way")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--backend", help="attention of generation and trials (default triton_split on a GPU)")
     parser.add_argument("--dtype", default=None, help="of the target (default bfloat16 on a GPU, else float32)")
-    for name in ("num_prompts", "max_new_tokens", "max_prompt_len", "num_steps", "tokens_per_batch", "draft_vocab_size"):
+    for name in (
+        "num_prompts",
+        "max_new_tokens",
+        "max_prompt_len",
+        "num_steps",
+        "tokens_per_batch",
+        "draft_vocab_size",
+    ):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help="in place of the preset's")
     arguments = parser.parse_args(argv)
     try:

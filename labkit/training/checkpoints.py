@@ -20,7 +20,9 @@ BLOCK_SIZE = 8
 BLOCK_LAYERS = 2
 
 
-def head_shape(target: ModelShape, layout: str, num_taps: int, draft_vocab_size: int, max_mb: float | None) -> ModelShape:
+def head_shape(
+    target: ModelShape, layout: str, num_taps: int, draft_vocab_size: int, max_mb: float | None
+) -> ModelShape:
     """The target's shape with one or two layers, whose MLP is as wide as the file may be large.
 
     Raises InputError: nothing fits in `max_mb` (1e6 bytes).
@@ -33,14 +35,18 @@ def head_shape(target: ModelShape, layout: str, num_taps: int, draft_vocab_size:
     q_width, kv_width = target.num_qo_heads * width, target.num_kv_heads * width
     inputs = 2 * hidden if layout == "autoregressive" else hidden
     attention = (q_width + 2 * kv_width) * inputs + q_width * hidden
-    fixed = 2 * (num_taps * hidden * hidden + num_layers * attention) + 8 * draft_vocab_size + target.vocab_size + 30_000
+    fixed = (
+        2 * (num_taps * hidden * hidden + num_layers * attention) + 8 * draft_vocab_size + target.vocab_size + 30_000
+    )
     mlp = int((max_mb * 1e6 - fixed) / (2 * 3 * hidden * num_layers)) // 16 * 16
     if mlp < 16:
         raise InputError(f"--max-mb: a head for {target.name} takes more than {fixed / 1e6:.1f} MB, got {max_mb:g}")
     return replace(shape, intermediate_size=min(mlp, target.intermediate_size))
 
 
-def head_config(shape: ModelShape, layout: str, target: ModelShape, taps: tuple[int, ...], **facts: Any) -> dict[str, Any]:
+def head_config(
+    shape: ModelShape, layout: str, target: ModelShape, taps: tuple[int, ...], **facts: Any
+) -> dict[str, Any]:
     """``config.json`` of a head. facts: ``draft_vocab_size``, ``mask_token_id``."""
     common = {
         "hidden_size": shape.hidden_size,
@@ -69,7 +75,9 @@ def head_config(shape: ModelShape, layout: str, target: ModelShape, taps: tuple[
     return own | common | {"block_size": BLOCK_SIZE}
 
 
-def write_head(folder: Path, parameters: Parameters, config: dict[str, Any], vocabulary: Tensor, card: dict[str, Any]) -> None:
+def write_head(
+    folder: Path, parameters: Parameters, config: dict[str, Any], vocabulary: Tensor, card: dict[str, Any]
+) -> None:
     """A folder that ``--draft-model`` takes: config.json, model.safetensors (bf16), card.json."""
     from safetensors.torch import save
 

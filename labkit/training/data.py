@@ -6,6 +6,7 @@ None of the committed prompts is used, so all of them are held out. The kinds of
 from __future__ import annotations
 
 import ast
+import json
 import random
 import sys
 import textwrap
@@ -14,12 +15,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from labkit.filler import filler_text
+from labkit.paths import REFERENCE
 from labkit.speculation import sampling_probs
 from labkit.workloads import SEPARATOR, repeated_ngram_share
 
@@ -30,35 +32,6 @@ if TYPE_CHECKING:
 
 # How often each kind is drawn. "self": the target writes the user's message too.
 _KINDS = {"self": 10, "write": 4, "edit": 5, "text": 3, "json": 2, "math": 2, "agent": 1, "long": 1}
-# Beginnings of the user's message that the target goes on with.
-_OPENERS = (
-    *("", "", "", "How ", "What ", "Why ", "Can you explain ", "Explain ", "I have ", "My ", "Give me ", "Tell me ", "List "),
-    *("Write a short story about ", "Continue this story", "Write an essay on ", "Describe ", "Summarise ", "Write a letter "),
-    *("Write a Python function ", "Write a Python class ", "Write a JavaScript function ", "Write a SQL query ", "Write a bash "),
-    *("Write a C function ", "Fix this code", "A train ", "A shop sells ", "Anna has ", "Translate ", "Compare ", "Should I "),
-)
-_EDITS = (
-    "Rename `{name}` to `{other}` everywhere.",
-    "Add type hints to every function.",
-    "Add a one-line docstring to each function.",
-    "Replace every `%` formatting with an f-string.",
-    "Define an exception class `{Other}Error` at the top and raise it instead of `ValueError` everywhere.",
-    "Add a parameter `{other}` with the default None as the last parameter of each function.",
-    "Rename the parameter `{arg}` to `{other}` everywhere.",
-)
-_TASKS = (
-    "Summarise the following text in three sentences.",
-    "Continue this text in about three paragraphs.",
-    "Explain the following text in plain language.",
-    "Write five questions about the following text, with answers.",
-    "Rewrite the following text so that it is shorter.",
-)
-_WORDS = (
-    *("harbour", "lamp", "garden", "bicycle", "museum", "river", "bakery", "train", "engine", "window", "market", "bridge"),
-    *("teacher", "farmer", "sailor", "doctor", "painter", "violin", "winter", "letter", "island", "forest", "clock", "kitchen"),
-)
-_NAMES = ("Clara Weiss", "Omar Haddad", "Ines Costa", "Petr Novak", "Grace Liu", "Tom Okafor", "Elin Berg", "Raj Mehta")
-_CITIES = ("Lisbon", "Oslo", "Krakow", "Leeds", "Porto", "Graz", "Bergen", "Turin", "Ghent", "Malaga")
 
 
 @dataclass(frozen=True)
@@ -75,7 +48,7 @@ def make_prompts(
     """Token ids of `count` chats of at most `max_prompt_len` tokens, apart from long ones, which have up to 4096."""
     draw = random.Random(seed)
     kinds = draw.choices(list(_KINDS), list(_KINDS.values()), k=count)
-    openers = [draw.choice(_OPENERS) for kind in kinds if kind == "self"]
+    openers = [draw.choice(_templates()["openers"]) for kind in kinds if kind == "self"]
     own = iter(_self_prompts(decoder, tokenizer, openers, seed=seed, backend=backend))
     fillers = [filler_text("text", order=f"train{seed}"), filler_text("code", order=f"train{seed}")]
     prompts = []
@@ -87,7 +60,9 @@ def make_prompts(
             text = filler[start : start + size] + SEPARATOR + text
         messages = [{"role": "user", "content": text or "Hello"}]
         if kind == "agent":
-            messages.insert(0, {"role": "system", "content": "You work in a terminal. Say what you will do next, then one command."})
+            messages.insert(
+                0, {"role": "system", "content": "You work in a terminal. Say what you will do next, then one command."}
+            )
         ids = tokenizer.encode_chat(messages)
         limit = min(4096 if kind == "long" else max_prompt_len, decoder.shape.max_context_len // 2)
         if len(ids) <= limit:
@@ -95,12 +70,14 @@ def make_prompts(
     return prompts
 
 
-def _self_prompts(decoder: Decoder, tokenizer: Tokenizer, openers: Sequence[str], *, seed: int, backend: str) -> list[str]:
+def _self_prompts(
+    decoder: Decoder, tokenizer: Tokenizer, openers: Sequence[str], *, seed: int, backend: str
+) -> list[str]:
     """User messages that the target writes itself, sampled after the chat template's opening of one."""
     marker = "\x00"
     opening = tokenizer.chat_text([{"role": "user", "content": marker}]).split(marker)[0]
-    prompts = [tokenizer.encode(opening + opener.rstrip(), add_special_tokens=False) for opener in openers]
-    options = {"temperature": 1.0, "top_p": 0.95, "sampled_share": 1.0, "seed": seed, "backend": backend}
+    prompts = [tokenizer.encode(opening + opener, add_special_tokens=False) for opener in openers]
+    options: dict[str, Any] = {"temperature": 0.8, "sampled_share": 1.0, "seed": seed, "backend": backend}
     answers = generate(decoder, prompts, max_new_tokens=64, stop_token_ids=tokenizer.stop_token_ids, **options)
     written = {tuple(a.prompt_ids): [] for a in answers}  # type: dict[tuple[int, ...], list[Answer]]
     for answer in answers:
@@ -109,72 +86,68 @@ def _self_prompts(decoder: Decoder, tokenizer: Tokenizer, openers: Sequence[str]
     for opener, prompt in zip(openers, prompts, strict=True):
         left = written.get(tuple(prompt))
         ids = left.pop().output_ids if left else []
-        texts.append(opener.rstrip() + tokenizer.decode(ids, skip_special_tokens=True))
+        texts.append(opener + tokenizer.decode(ids, skip_special_tokens=True))
     return texts
 
 
+@lru_cache
+def _templates() -> dict[str, Any]:
+    return json.loads((REFERENCE / "training_templates.json").read_text(encoding="utf-8"))
+
+
+def _fill(draw: random.Random, kind: str, **values: str) -> str:
+    """A template of a kind with drawn words and numbers in its places."""
+    templates = _templates()
+    thing, other = draw.sample(templates["things"], 2)
+    words = {"thing": thing, "other": other, "Thing": thing.title(), "city": draw.choice(templates["cities"])}
+    words["name"] = draw.choice(templates["names"])
+    limits = {"day": 29, "a": 90, "b": 90, "c": 90, "price": 400, "number": 9999}
+    numbers = {name: str(draw.randrange(2, limit)) for name, limit in limits.items()}
+    return draw.choice(templates[kind]).format(**words, **numbers, **values)
+
+
 def _write(draw: random.Random) -> str:
-    function = draw.choice(_functions())
-    about = (ast.get_docstring(function.node) or "does what its name says").strip().split("\n")[0].rstrip(".")
-    arguments = ", ".join(argument.arg for argument in function.node.args.args if argument.arg != "self")
-    return f"Write a Python function `{function.node.name.strip('_')}({arguments})`: {about}."
+    node = draw.choice(_functions()).node
+    about = (ast.get_docstring(node) or "does what its name says").strip().split("\n")[0].rstrip(".")
+    return f"Write a Python function `{node.name.strip('_')}({', '.join(_arguments(node))})`: {about}."
 
 
 def _edit(draw: random.Random) -> str:
     functions = _functions()
     start, count = draw.randrange(len(functions) - 3), draw.randrange(1, 4)
-    function = functions[start]
     code = "\n\n\n".join(other.source for other in functions[start : start + count])[:2600]
-    names = [node.id for node in ast.walk(function.node) if isinstance(node, ast.Name)] or ["x"]
-    arguments = [argument.arg for argument in function.node.args.args if argument.arg != "self"] or ["x"]
-    other = draw.choice(_WORDS)
-    edit = draw.choice(_EDITS).format(name=draw.choice(names), arg=draw.choice(arguments), other=other, Other=other.title())
+    node = functions[start].node
+    variables = [name.id for name in ast.walk(node) if isinstance(name, ast.Name)] or ["x"]
+    edit = _fill(draw, "edit", variable=draw.choice(variables), argument=draw.choice(_arguments(node) or ["x"]))
     return f"```python\n{code}\n```\n\nRewrite the whole file above with this change: {edit} Output only the code."
 
 
 def _text(draw: random.Random) -> str:
     filler = filler_text("text", order="passages")
     start, size = draw.randrange(len(filler)), draw.randrange(300, 1500)
-    return f"{draw.choice(_TASKS)}\n\n{filler[start : start + size].strip()}"
+    return f"{_fill(draw, 'text')}\n\n{filler[start : start + size].strip()}"
 
 
 def _json(draw: random.Random) -> str:
-    name, city, number, price = draw.choice(_NAMES), draw.choice(_CITIES), draw.randrange(100, 9999), draw.randrange(5, 400)
-    things, day = draw.sample(_WORDS, 2), draw.randrange(1, 29)
-    fields = {"number": "integer", "customer": "string", "city": "string", "day": "integer", "price": "number", "items": "list of strings"}
-    chosen = draw.sample(sorted(fields), draw.randrange(3, 7))
-    schema = "\n".join(f"- {field}: {fields[field]}" for field in chosen)
-    text = draw.choice((
-        f"On day {day} {name} of {city} ordered a {things[0]} and a {things[1]} for {price} euros. The order has the number {number}.",
-        f"Order {number}: {name} wants one {things[0]} and two pieces of {things[1]} sent to {city} by day {day}, {price} euros in all.",
-        f"{name} wrote from {city} about case {number}. A {things[0]} arrived broken on day {day}; it had cost {price} euros with the {things[1]}.",
-    ))
-    return f"Read the text and write one JSON object with the fields of the schema.\n\nSchema:\n{schema}\n\nText:\n{text}"
+    fields = _templates()["fields"]
+    schema = "\n".join(f"- {field}: {fields[field]}" for field in draw.sample(sorted(fields), draw.randrange(3, 7)))
+    task = "Read the text and write one JSON object with the fields of the schema."
+    return f"{task}\n\nSchema:\n{schema}\n\nText:\n{_fill(draw, 'json')}"
 
 
 def _math(draw: random.Random) -> str:
-    a, b, c = (draw.randrange(2, 90) for _ in range(3))
-    name, thing = draw.choice(_NAMES).split()[0], draw.choice(_WORDS)
-    question = draw.choice((
-        f"{name} has {a} boxes. Each box holds {b} {thing}s. {name} gives away {c}. How many {thing}s are left?",
-        f"A {thing} costs {a} euros and a ticket costs {b} euros. {name} buys {c} of each. How many euros does {name} pay?",
-        f"{name} walks {a} minutes on Monday, {b} minutes on Tuesday and twice as long as both on Sunday. How many minutes is that in all?",
-        f"A tank holds {a * 10} litres. It loses {b} litres per hour and gains {c} litres per hour. How much is in it after 3 hours?",
-    ))
-    return f'{question} Show the steps and end with a line that says "Answer:" and the number.'
+    return f'{_fill(draw, "math")} Show the steps and end with a line that says "Answer:" and the number.'
 
 
 def _agent(draw: random.Random) -> str:
-    thing = draw.choice(_WORDS)
-    return draw.choice((
-        f"The tests of the {thing} module fail. Find the mistake and tell me how to fix it.",
-        f"Output:\n{draw.randrange(1, 4)} failed, {draw.randrange(2, 30)} passed\ntest_{thing}: assert {draw.randrange(99)} == {draw.randrange(99)}",
-        f"The disk is nearly full. Find out which folder of /srv/{thing} is the largest.",
-        f"Output:\n{thing}.py\n{draw.choice(_WORDS)}.py\nREADME.md\ntests",
-    ))
+    return _fill(draw, "agent")
 
 
 _WRITERS = {"write": _write, "edit": _edit, "text": _text, "json": _json, "math": _math, "agent": _agent}
+
+
+def _arguments(node: ast.FunctionDef) -> list[str]:
+    return [argument.arg for argument in node.args.args if argument.arg != "self"]
 
 
 @dataclass(frozen=True)
@@ -290,7 +263,9 @@ def _generate_batch(
                 break
             rows, last = rows[kept], last[kept]
             view = cache.rows(rows.tolist())
-    return [Answer(ids, _cut(row, stop_token_ids)) for ids, row in zip(prompts, output[:, :num_steps].tolist(), strict=True)]
+    return [
+        Answer(ids, _cut(row, stop_token_ids)) for ids, row in zip(prompts, output[:, :num_steps].tolist(), strict=True)
+    ]
 
 
 def _prefill(decoder: Decoder, cache: PagedKVCache, prompts: list[list[int]], max_tokens: int = 32_768) -> Tensor:

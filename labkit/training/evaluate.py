@@ -23,7 +23,13 @@ DRAFT_LENGTHS = {"ngram": 5, "autoregressive": 5, "block": 7}
 
 
 def evaluate(
-    decoder: Decoder, tokenizer: Tokenizer, folders: dict[str, Path], *, limit: int | None, max_new_tokens: int, backend: str
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    folders: dict[str, Path],
+    *,
+    limit: int | None,
+    max_new_tokens: int,
+    backend: str,
 ) -> dict[str, Any]:
     """mean_acceptance_length by drafter and workload, greedy, all prompts of a drafter in one batch.
 
@@ -36,14 +42,20 @@ def evaluate(
     target = ModelTarget(decoder, batch_size=len(prompts), max_context_len=room, verify_backend=backend, taps=taps)
     drafters: dict[str, Drafter] = {"ngram": NgramDrafter()}
     if "autoregressive" in folders:
-        drafters["autoregressive"] = AutoregressiveDrafter.from_folder(folders["autoregressive"], target, backend=backend)
+        drafters["autoregressive"] = AutoregressiveDrafter.from_folder(
+            folders["autoregressive"], target, backend=backend
+        )
     if "block" in folders:
         drafters["block"] = BlockDrafter.from_folder(folders["block"], target)
     found = {}
     for name, drafter in drafters.items():
         k = DRAFT_LENGTHS[name]
         stops = tokenizer.stop_token_ids
-        options: dict[str, Any] = {"num_speculative_tokens": k, "max_new_tokens": max_new_tokens, "stop_token_ids": stops}
+        options: dict[str, Any] = {
+            "num_speculative_tokens": k,
+            "max_new_tokens": max_new_tokens,
+            "stop_token_ids": stops,
+        }
         generations = speculate(target, drafter, prompts, **options)
         found[name] = {"num_speculative_tokens": k} | _summary([workload for workload, _ in named], generations, k)
     return found

@@ -52,7 +52,9 @@ def _random(generator: torch.Generator, *size: int, std: float = 0.02) -> Tensor
 def _layer(prefix: str, shape: ModelShape, qkv_width: int, generator: torch.Generator) -> Parameters:
     hidden, mlp = shape.hidden_size, shape.intermediate_size
     q_width, kv_width = shape.num_qo_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    sizes = {f"self_attn.{x}_proj": (width, qkv_width) for x, width in (("q", q_width), ("k", kv_width), ("v", kv_width))}
+    sizes = {
+        f"self_attn.{x}_proj": (width, qkv_width) for x, width in (("q", q_width), ("k", kv_width), ("v", kv_width))
+    }
     sizes |= {"self_attn.o_proj": (hidden, q_width), "mlp.gate_proj": (mlp, hidden), "mlp.up_proj": (mlp, hidden)}
     sizes |= {"mlp.down_proj": (hidden, mlp)}
     parameters = {f"{prefix}{name}.weight": _random(generator, *size) for name, size in sizes.items()}
@@ -76,7 +78,8 @@ def init_autoregressive(shape: ModelShape, num_taps: int, final_norm: Tensor, ge
 
 def init_block(shape: ModelShape, num_taps: int, final_norm: Tensor, generator: torch.Generator) -> Parameters:
     """Seeded parameters in the DFlash layout."""
-    hidden, parameters = shape.hidden_size, {}
+    hidden = shape.hidden_size
+    parameters: Parameters = {}
     for index in range(shape.num_layers):
         parameters |= _layer(f"layers.{index}.", shape, hidden, generator)
     parameters |= {"hidden_norm.weight": torch.ones(hidden), "norm.weight": final_norm.clone().float()}
@@ -161,7 +164,9 @@ class AutoregressiveNet(_Net):
             here = torch.cat([tokens_here, self.norm("midlayer.hidden_norm", state)], dim=-1)
             q, k, v = self.qkv("midlayer.", here, window)
             visible = positions[:, None] <= (window - step)[..., None]
-            attended = self._attend(q, k_true, v_true, visible, [*keys, k] if step else [], [*values, v] if step else [])
+            attended = self._attend(
+                q, k_true, v_true, visible, [*keys, k] if step else [], [*values, v] if step else []
+            )
             if step:
                 keys, values = [*keys, k], [*values, v]
             out = state + self.linear("midlayer.self_attn.o_proj", attended)
@@ -174,7 +179,10 @@ class AutoregressiveNet(_Net):
         scores = torch.einsum("bwhgd,bthd->bhgwt", q, k).float()
         scores = scores.masked_fill(~visible[:, None, None], -math.inf)
         shifts = range(len(keys) - 1, -1, -1)
-        own = [(q * _behind(key, n)[..., None, :]).sum(-1).permute(0, 2, 3, 1).float() for key, n in zip(keys, shifts, strict=True)]
+        own = [
+            (q * _behind(key, n)[..., None, :]).sum(-1).permute(0, 2, 3, 1).float()
+            for key, n in zip(keys, shifts, strict=True)
+        ]
         probs = torch.cat([scores, *(score[..., None] for score in own)], dim=-1).softmax(dim=-1).to(v.dtype)
         out = torch.einsum("bhgwt,bthd->bwhgd", probs[..., : k.shape[1]], v)
         for index, (value, n) in enumerate(zip(values, shifts, strict=True)):
