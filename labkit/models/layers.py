@@ -182,8 +182,8 @@ class Layers:
         q, k, v = staged.split([shape.num_qo_heads, shape.num_kv_heads, shape.num_kv_heads], dim=2)
         attention = prepare(q, cache, backend=backend, spec=spec)
         attended = attention.out.view(batch_size * q_len, -1)
+        for index, layer in enumerate(self.layers):
             assert isinstance(layer, AttentionLayer)
-        for index, layer in enumerate(self._layers):
             first = qkv_input is not None and index == 0
             entered = qkv_input.flatten(0, 1) if first else layer.attention_norm(flat)  # type: ignore[union-attr]
             self._rotate(layer, entered, rotation, rotated, staged)
