@@ -25,6 +25,7 @@ from labkit.schema import (
     COUNT,
     EXPERIMENTS,
     HISTOGRAM,
+    LIST,
     ORIGIN_ALIASES,
     REAL,
     SCHEMA_VERSION,
@@ -58,7 +59,13 @@ def _array(column: Column, values: list[Any]) -> pa.Array:
         array = pa.array(values)
         kind = array.type
         number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
-        fits = {TEXT: pa.types.is_string(kind), COUNT: number, REAL: number, HISTOGRAM: pa.types.is_list(kind)}
+        fits = {
+            TEXT: pa.types.is_string(kind),
+            COUNT: number,
+            REAL: number,
+            HISTOGRAM: pa.types.is_list(kind),
+            LIST: pa.types.is_list(kind),
+        }
         if not (fits[column.type] or pa.types.is_null(kind)):
             raise InputError(f"{column.name}: wanted {column.type}, got {kind}")
         return array.cast(column.type)
@@ -282,7 +289,7 @@ def load_runs(experiment: str, *paths: str | Path, gpu: str | None = None) -> pd
     table = pa.concat_tables(_checked_rows(run, experiment) for run in find_runs(experiment, *paths, gpu=gpu))
     frame = table.to_pandas()
     for column in columns(experiment):
-        if column.type == HISTOGRAM:
+        if column.type in (HISTOGRAM, LIST):
             frame[column.name] = pd.Series(table[column.name].to_pylist(), dtype=object)
     return frame
 

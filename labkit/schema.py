@@ -19,7 +19,7 @@ ORIGINS = ("measured", "imported", "forced", "modelled", "interpolated", "transf
 ORIGIN_ALIASES = {"synthetic": "forced", "simulated": "forced"}
 
 TEXT, COUNT, REAL = pa.string(), pa.int64(), pa.float64()
-HISTOGRAM = pa.list_(pa.list_(COUNT))
+HISTOGRAM, LIST = pa.list_(pa.list_(COUNT)), pa.list_(COUNT)
 
 
 @dataclass(frozen=True)
@@ -197,6 +197,13 @@ _ACCEPTANCE = (
     _KV_DTYPE,
     _text("verify_backend", "attention of the verify step"),
     _real("repeated_ngram_share", "share", "share of the output's n-grams that occurred before", nullable=True),
+    Column(
+        "match_lengths",
+        LIST,
+        "tokens",
+        "drafts that would be kept behind each output token but the last, at the largest k; null elsewhere",
+        nullable=True,
+    ),
 )
 
 _LOOP = (

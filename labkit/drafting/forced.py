@@ -35,7 +35,10 @@ class ForcedDrafter:
         shared = min(length, draft.token_ids.shape[1])
         tokens[:, :shared] = draft.token_ids[:, :shared]
         kept = [self.accepted(length) for _ in requests]
-        return replace(draft, token_ids=tokens, lengths=[length] * len(requests), probs=None, forced_accepted=kept)
+        lengths = [length] * len(requests)
+        return replace(
+            draft, token_ids=tokens, lengths=lengths, probs=None, forced_accepted=kept, parents=None, depth=0
+        )
 
 
 def fixed_acceptance(num_accepted: int) -> Callable[[int], int]:

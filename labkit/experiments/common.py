@@ -71,6 +71,44 @@ def check_draft_lengths(axes: Axes) -> None:
         raise InputError(f"num_speculative_tokens: wanted 1 to 16, got {bad[0]}")
 
 
+def check_drafters(axes: Axes) -> None:
+    """Raise InputError for a drafter that is none, or has no head for the target."""
+    from labkit.drafting.named import drafter_folder
+
+    for name in axes["drafter"]:
+        drafter_folder(name, str(sole(axes, "target")))
+
+
+def draft_folder(point: Mapping[str, Any], drafter: str) -> Path | None:
+    """Where the weights of a point's drafter lie on this machine; None: it has none."""
+    folder = point.get("draft_dirs", {}).get(drafter)
+    return Path(folder) if folder else None
+
+
+def taps(point: Mapping[str, Any], decoder: Decoder) -> list[int]:
+    """Layers of the target that any drafter of the run reads."""
+    from labkit.drafting.named import taps_of
+
+    return taps_of([Path(folder) for folder in point.get("draft_dirs", {}).values()], decoder)
+
+
+def _name_drafters(points: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Points with heads called by what their folders hold, and where those lie."""
+    from labkit.drafting.named import drafter_folder, split_name
+    from labkit.models.identity import model_identity
+
+    names: dict[str, str] = {}
+    folders: dict[str, str] = {}
+    for name, target in {(point["drafter"], point["target"]) for point in points if point.get("drafter")}:
+        folder, option = drafter_folder(name, target), split_name(name)[1]
+        names[name] = name
+        if folder is not None:
+            names[name] = model_identity(str(folder)) + (f"+{option}" if option else "")
+            folders[names[name]] = str(folder.resolve())
+    named = [point | {"drafter": names[point["drafter"]]} if point.get("drafter") else point for point in points]
+    return named, {"draft_dirs": folders} if folders else {}
+
+
 def sole(axes: Axes, name: str) -> Any:
     """The value of an axis that may hold only one."""
     if len(axes[name]) != 1:
@@ -195,7 +233,9 @@ def sweep(
     """
     from labkit.models.identity import model_identity
 
-    local = {"backend_file": str(backend_file.resolve())} if backend_file else {}
+    local: dict[str, Any] = {"backend_file": str(backend_file.resolve())} if backend_file else {}
+    points, drafters = _name_drafters(points)
+    local |= drafters
     if target := points[0].get("target"):
         if not is_random(target) and "workload" in points[0]:
             _check_prompts(points)

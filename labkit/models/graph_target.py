@@ -26,6 +26,8 @@ class GraphTarget(FilledTarget):
 
     def __init__(self, decoder: Decoder, *, batch_size: int, max_q_len: int, **options: Any):
         super().__init__(decoder, batch_size=batch_size, **options)
+        if self.taps:
+            raise Unsupported("heads read hidden states, which no captured forward keeps: wanted launch_mode eager")
         self._captured: dict[tuple[tuple[int, ...], int, str], StaticForward] = {}
         self._states: DeltaState | None = None
         self._before: tuple[list[int], int] = ([0] * batch_size, 1)  # lengths before the last pass, and its q_len

@@ -170,5 +170,7 @@ class FilledTarget(ModelTarget):
         one = self._view((row,))
         if self.cache.context_lens[row] < len(token_ids):
             one.fill_random(len(token_ids), self._generator)
+            # Heads read these: values of a plausible size, as the keys and values are.
+            self._hidden[row].normal_(generator=self._generator)
         one.truncate([len(token_ids)])
         return torch.zeros(self.decoder.shape.vocab_size, device=self.decoder.device)
