@@ -59,27 +59,23 @@ class Checkpoint:
     rope_scaling: RopeScaling | None
     taps: tuple[int, ...]
     target: Decoder
-    tensors: dict[str, Any]
+    tensors: dict[str, tuple[Any, str]]  # name -> an open file, and the name in there
 
     def __call__(self, name: str, size: tuple[int, ...]) -> Tensor:
         """A tensor. Raises InputError: it is missing, or its shape is not what this target asks for."""
         if name not in self.tensors:
             raise InputError(f"draft model {self.name}: must hold the tensor {name}, which is missing")
-        found = self.tensors[name].get_slice(self._stored(name))
-        if tuple(found.get_shape()) != size:
-            wanted = (
-                f"{size} for target {self.target.name} (hidden size {self.target.shape.hidden_size}, taps {self.taps})"
-            )
-            got = tuple(found.get_shape())
-            raise InputError(f"draft model {self.name}: tensor {name} must have shape {wanted}, got {got}")
-        return self.tensors[name].get_tensor(self._stored(name))
+        handle, stored = self.tensors[name]
+        size_found = tuple(handle.get_slice(stored).get_shape())
+        if size_found != size:
+            target = f"{self.target.name} (hidden size {self.target.shape.hidden_size}, taps {self.taps})"
+            wanted = f"tensor {name} must have shape {size} for target {target}"
+            raise InputError(f"draft model {self.name}: {wanted}, got {size_found}")
+        return handle.get_tensor(stored)
 
     def optional(self, name: str, size: tuple[int, ...]) -> Tensor | None:
         """As a call, but None where the checkpoint has no such tensor."""
         return self(name, size) if name in self.tensors else None
-
-    def _stored(self, name: str) -> str:
-        return next(key for key in self.tensors[name].keys() if _renamed(key, self.layout) == name)  # noqa: SIM118
 
     def vocabulary(self) -> Tensor | None:
         """int64 ``[draft vocabulary]``: the target's id of each draft id; None: they are the same.
@@ -117,7 +113,7 @@ def read_checkpoint(folder: str | Path, target: Decoder) -> Checkpoint:
     layout = _layout(config, stored, path)
     if layout == "mtp":
         stored = {key: handle for key, handle in stored.items() if _is_mtp(key, config)}
-    tensors = {_renamed(key, layout): handle for key, handle in stored.items() if not re.match(_UNUSED, key)}
+    tensors = {_renamed(key, layout): (handle, key) for key, handle in stored.items() if not re.match(_UNUSED, key)}
     shape, scaling = parse_config({"model_type": "llama"} | config, path, name)
     if layout == "mtp":
         tensors = {key: handle for key, handle in tensors.items() if not re.search("embed_tokens|head", key)}
