@@ -37,15 +37,16 @@ from labkit.training.checkpoints import BLOCK_SIZE, LAYOUTS, head_config, head_s
 from labkit.training.evaluate import evaluate
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "full": {"num_prompts": 24_000, "max_new_tokens": 320, "max_prompt_len": 700, "num_steps": 1600},
+    "full": {"num_prompts": 24_000, "max_new_tokens": 320, "max_prompt_len": 700, "num_steps": 6000},
     "smoke": {"num_prompts": 12, "max_new_tokens": 24, "max_prompt_len": 160, "num_steps": 3},
 }
-PRESETS["full"] |= {"tokens_per_batch": 32_768, "draft_vocab_size": 16_384, "limit": None, "eval_tokens": 256}
+PRESETS["full"] |= {"tokens_per_batch": 16_384, "draft_vocab_size": 8192, "limit": None, "eval_tokens": 256}
 PRESETS["smoke"] |= {"tokens_per_batch": 1024, "draft_vocab_size": 2048, "limit": 1, "eval_tokens": 12}
 _DRAFT_STEPS, _STEP_WEIGHT, _BLOCK_DECAY = 5, 0.9, 4.0
-_SAMPLED_SHARE, _TEMPERATURE, _LEARNING_RATE = 0.3, 0.8, 1e-3
-_STAGES = (0.125, 0.25, 0.5, 1.0)  # shares of the steps after which heads are written and tried
-_GENERATION_SHARE = 0.4  # of the budget, at most
+_SAMPLED_SHARE, _TEMPERATURE, _LEARNING_RATE = 0.3, 0.8, 2e-3
+_MAX_ROWS = 12_288  # of a batch that the loss of one draft step is taken over
+_STAGES = (0.25, 0.5, 1.0)  # shares of the training after which heads are written and tried
+_GENERATION_SHARE = 0.35  # of the budget, at most
 _FINAL_RESERVE_S = 45.0  # of the budget, for the last stage's trial
 
 
@@ -82,6 +83,7 @@ class Trainer:
         self.backend = arguments.backend or ("triton_split" if self.device.type == "cuda" else "sdpa_masked")
         count = decoder.shape.num_layers
         self.taps = tuple(sorted({min(1, count - 1), max(count // 2 - 1, 0), max(count - 4, 0)}))
+        self.state_sizes: Tensor | None = None
         self.rng, self.num_tokens, self.curve = random.Random(self.seed), 0, []  # type: ignore[var-annotated]
 
     def elapsed(self) -> float:
@@ -189,7 +191,12 @@ class Trainer:
         places = (first[:, None] + 1 + torch.arange(window, device=self.device)).clamp(max=width - 1)
         final = out[torch.arange(len(texts), device=self.device)[:, None], places, -hidden:]
         teacher = F.linear(final.to(self.head_rows.dtype), self.head_rows).softmax(dim=-1, dtype=torch.float32)
-        return heads.Batch(token_ids, first, lens, embedded, out[..., :-hidden], teacher.to(final.dtype))
+        states = out[..., :-hidden]
+        if self.state_sizes is None:  # a few dimensions of the residual stream are a thousand times the others
+            valid = torch.arange(width, device=self.device) < lens[:, None]
+            self.state_sizes = states[valid].float().square().mean(dim=0).sqrt().clamp(min=1e-4)
+        states = (states.float() / self.state_sizes).to(final.dtype)
+        return heads.Batch(token_ids, first, lens, embedded, states, teacher.to(final.dtype))
 
     def loss(self, head: Head, batch: heads.Batch) -> tuple[Tensor, list[Tensor]]:
         """The training loss, and the share of positions at which the head's best token is the target's, by step."""
@@ -203,48 +210,60 @@ class Trainer:
         lens = batch.lens.view(-1, *[1] * (places.dim() - 1))
         return ((places < lens) & self.in_vocabulary[tokens]).float()
 
+    def _rows(self, states: Tensor, teacher: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss over the rows that count, at most `_MAX_ROWS` of them, and whether the best token is the target's."""
+        rows = weight.flatten().nonzero()[:, 0]
+        if len(rows) > _MAX_ROWS:
+            rows = rows[:: -(-len(rows) // _MAX_ROWS)]
+        taught = teacher.flatten(0, -2)[rows]
+        logits = F.linear(states.flatten(0, -2)[rows], self.head_rows)
+        kept = weight.flatten()[rows]
+        return heads.soft_cross_entropy(logits, taught, kept), logits.detach().argmax(dim=-1) == taught.argmax(dim=-1)
+
     def _autoregressive_loss(self, net: heads.AutoregressiveNet, batch: heads.Batch) -> tuple[Tensor, list[Tensor]]:
         predictable = self._predictable(batch, batch.window + 2)
         total, right = torch.zeros((), device=self.device), []
-        best = batch.teacher.argmax(dim=-1)
         for step, states in enumerate(net.states(batch, _DRAFT_STEPS)):
-            logits = F.linear(net.norm("norm", states), self.head_rows)
             weight = F.pad(predictable[:, step:], (step, 0))  # the first entries have no draft so long behind them
-            total = total + _STEP_WEIGHT**step * heads.soft_cross_entropy(logits, batch.teacher, weight)
-            right.append(((logits.detach().argmax(dim=-1) == best) * weight).sum() / weight.sum().clamp(min=1.0))
+            loss, agrees = self._rows(net.norm("norm", states), batch.teacher, weight)
+            total = total + _STEP_WEIGHT**step * loss
+            right.append(agrees.float().mean())
         return total / sum(_STEP_WEIGHT**step for step in range(_DRAFT_STEPS)), right
 
     def _block_loss(self, net: heads.BlockNet, batch: heads.Batch) -> tuple[Tensor, list[Tensor]]:
         window = batch.teacher.shape[1]
-        num_blocks = max(1, window // 4)
+        num_blocks = max(1, window // 6)
         # Anchors are drawn on the host: the same on every device.
         shares = torch.tensor([[self.rng.random() for _ in range(num_blocks)] for _ in range(len(batch.first))])
         places = (shares.to(self.device) * (batch.lens - batch.first - 2)[:, None].clamp(min=1)).long()
         anchors = batch.first[:, None] + 1 + places
         mask_embedding = self.decoder.embed(torch.tensor(self.mask_token_id, device=self.device)).clone()
         states = net.states(batch, anchors, mask_embedding, BLOCK_SIZE)
-        steps = torch.arange(1, BLOCK_SIZE, device=self.device)
-        rows = torch.arange(len(anchors), device=self.device)[:, None, None]
-        teacher = batch.teacher[rows, (places[..., None] + steps - 1).clamp(max=window - 1)]
-        predictable = self._predictable(batch, anchors[..., None] + steps)
-        logits = F.linear(states, self.head_rows)
-        loss = heads.soft_cross_entropy(logits, teacher, predictable * torch.exp(-(steps - 1) / _BLOCK_DECAY))
-        agrees = (logits.detach().argmax(dim=-1) == teacher.argmax(dim=-1)) * predictable
-        right = agrees.sum(dim=(0, 1)) / predictable.sum(dim=(0, 1)).clamp(min=1.0)
-        return loss, list(right)
+        rows = torch.arange(len(anchors), device=self.device)[:, None]
+        total, norm, right = torch.zeros((), device=self.device), 0.0, []
+        for step in range(1, BLOCK_SIZE):
+            teacher = batch.teacher[rows, (places + step - 1).clamp(max=window - 1)]
+            decay = math.exp(-(step - 1) / _BLOCK_DECAY)
+            loss, agrees = self._rows(states[:, :, step - 1], teacher, self._predictable(batch, anchors + step))
+            total, norm = total + decay * loss, norm + decay
+            right.append(agrees.float().mean())
+        return total / norm, right
 
     def train(self) -> None:
         """All steps, or as many as the budget allows; the learning rate falls with whichever is nearer its end."""
-        num_steps, source = self.settings["num_steps"], self.batches()
-        begin, end = self.elapsed(), max(self.budget_s - _FINAL_RESERVE_S, self.elapsed() + 1)
-        stages = [math.ceil(share * num_steps) for share in _STAGES]
+        num_steps, source, stages = self.settings["num_steps"], self.batches(), list(_STAGES)
+        begin = self.elapsed()
+        end = max(self.budget_s - _FINAL_RESERVE_S, begin + 1)
         half = self.decoder.dtype != "float32"
         autocast = torch.autocast(self.device.type, torch.bfloat16) if half else contextlib.nullcontext()
-        for step in range(1, num_steps + 1):
-            answers = next(source)
+        step, done = 0, 0.0
+        while done < 1:
+            step, answers = step + 1, next(source)
             batch = self.batch(answers)
             done = max(step / num_steps, (self.elapsed() - begin) / (end - begin))
-            rate = _LEARNING_RATE * min(1.0, step / 50) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(done, 1.0))))
+            rate = (
+                _LEARNING_RATE * min(1.0, step / 100) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(done, 1.0))))
+            )
             for head in self.heads:
                 with autocast:
                     loss, right = self.loss(head, batch)
@@ -258,15 +277,11 @@ class Trainer:
                     head.accuracy.append([round(value.item(), 4) for value in right])
             self.num_tokens += sum(len(answer.output_ids) for answer in answers)
             if step % 100 == 0 or step <= 3:
-                self.say(
-                    f"step {step}: "
-                    + "; ".join(f"{h.layout} loss {h.losses[-1]} right {h.accuracy[-1]}" for h in self.heads)
-                )
-            out_of_time = self.elapsed() > end
-            if step in stages or out_of_time:
-                self.finish_stage(step, final=step == num_steps or out_of_time)
-            if out_of_time:
-                break
+                shown = (f"{head.layout} loss {head.losses[-1]} right {head.accuracy[-1]}" for head in self.heads)
+                self.say(f"step {step}: {'; '.join(shown)}")
+            if done >= stages[0]:
+                stages = [share for share in stages if share > done]
+                self.finish_stage(step, final=done >= 1)
 
     def finish_stage(self, step: int, *, final: bool) -> None:
         """Write the heads, try them, and write them again with what was found in their cards."""
@@ -301,7 +316,9 @@ class Trainer:
         for head in self.heads:
             facts = {"draft_vocab_size": len(self.vocabulary), "mask_token_id": self.mask_token_id}
             config = head_config(head.shape, head.layout, target, self.taps, **facts)
-            write_head(self.folder(head), head.parameters, config, self.vocabulary, self._card(head, step))
+            write_head(
+                self.folder(head), head.parameters, config, self.vocabulary, self._card(head, step), self.state_sizes
+            )
 
     def _card(self, head: Head, step: int) -> dict[str, Any]:
         return {
@@ -314,7 +331,7 @@ class Trainer:
             | {
                 "prompts": "standard library and its reference text, templates, messages written by the target; "
                 "none of data/reference/prompts",
-                "answers": "by the target in its chat template; those that repeat over 30% of their 4-grams left out",
+                "answers": "by the target in its chat template; cut before over 20% of their 4-grams repeat",
                 "draft_vocabulary_coverage": round(self.coverage, 5),
             },
             "num_steps": step,

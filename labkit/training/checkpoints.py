@@ -76,12 +76,22 @@ def head_config(
 
 
 def write_head(
-    folder: Path, parameters: Parameters, config: dict[str, Any], vocabulary: Tensor, card: dict[str, Any]
+    folder: Path,
+    parameters: Parameters,
+    config: dict[str, Any],
+    vocabulary: Tensor,
+    card: dict[str, Any],
+    state_sizes: Tensor | None = None,
 ) -> None:
-    """A folder that ``--draft-model`` takes: config.json, model.safetensors (bf16), card.json."""
+    """A folder that ``--draft-model`` takes: config.json, model.safetensors (bf16), card.json.
+
+    state_sizes : what each dimension of the states was divided by in training; it goes into the fusion's weights.
+    """
     from safetensors.torch import save
 
     folder.mkdir(parents=True, exist_ok=True)
+    if state_sizes is not None:
+        parameters = parameters | {"fc.weight": parameters["fc.weight"] / state_sizes}
     tensors = {name: value.detach().to("cpu", torch.bfloat16).contiguous() for name, value in parameters.items()}
     ids = vocabulary.cpu()
     tensors["d2t"] = ids - torch.arange(len(ids))

@@ -23,7 +23,7 @@ from torch import Tensor
 from labkit.filler import filler_text
 from labkit.paths import REFERENCE
 from labkit.speculation import sampling_probs
-from labkit.workloads import SEPARATOR, repeated_ngram_share
+from labkit.workloads import SEPARATOR
 
 if TYPE_CHECKING:
     from labkit.kv_cache import PagedKVCache
@@ -288,7 +288,21 @@ def _cut(row: list[int], stop_token_ids: Sequence[int]) -> list[int]:
     return row[: end + 1]
 
 
-def usable(answers: Sequence[Answer], *, min_tokens: int = 16, max_repeated: float = 0.3) -> list[Answer]:
-    """Answers that are long enough and do not go in circles."""
-    kept = [answer for answer in answers if len(answer.output_ids) >= min_tokens]
-    return [answer for answer in kept if (repeated_ngram_share(answer.output_ids) or 0.0) <= max_repeated]
+def usable(answers: Sequence[Answer], *, min_tokens: int = 16, max_repeated: float = 0.2) -> list[Answer]:
+    """Answers cut before they go in circles, those that are still long enough.
+
+    max_repeated : share of an answer's 4-grams that occurred in it before.
+    """
+    kept = []
+    for answer in answers:
+        seen: set[tuple[int, ...]] = set()
+        end = repeated = 0
+        for last in range(4, len(answer.output_ids) + 1):
+            gram = tuple(answer.output_ids[last - 4 : last])
+            repeated += gram in seen
+            seen.add(gram)
+            if repeated <= max_repeated * (last - 3):
+                end = last
+        if end >= min_tokens:
+            kept.append(Answer(answer.prompt_ids, answer.output_ids[:end]))
+    return kept

@@ -27,7 +27,7 @@ class Batch:
     first : int64 ``[batch_size]``, position of each prompt's last token; the answer stands behind it.
     lens : int64 ``[batch_size]``, tokens of prompt and answer.
     embedded : ``[batch_size, num_tokens, hidden_size]``, the target's embeddings.
-    states : ``[batch_size, num_tokens, taps * hidden_size]``.
+    states : ``[batch_size, num_tokens, taps * hidden_size]``, each dimension divided by its usual size.
     teacher : ``[batch_size, window, draft vocabulary]``, the target's probabilities; entry w is what it says about
         the token at ``first + w + 2``.
     """
@@ -45,8 +45,8 @@ class Batch:
         return self.first[:, None] + torch.arange(self.teacher.shape[1], device=self.first.device)
 
 
-def _random(generator: torch.Generator, *size: int, std: float = 0.02) -> Tensor:
-    return torch.randn(size, generator=generator) * std
+def _random(generator: torch.Generator, *size: int, gain: float = 1.0) -> Tensor:
+    return torch.randn(size, generator=generator) * gain * size[-1] ** -0.5
 
 
 def _layer(prefix: str, shape: ModelShape, qkv_width: int, generator: torch.Generator) -> Parameters:
@@ -57,23 +57,21 @@ def _layer(prefix: str, shape: ModelShape, qkv_width: int, generator: torch.Gene
     }
     sizes |= {"self_attn.o_proj": (hidden, q_width), "mlp.gate_proj": (mlp, hidden), "mlp.up_proj": (mlp, hidden)}
     sizes |= {"mlp.down_proj": (hidden, mlp)}
-    parameters = {f"{prefix}{name}.weight": _random(generator, *size) for name, size in sizes.items()}
+    gains = {"self_attn.o_proj": 0.5, "mlp.down_proj": 0.5}
+    parameters = {
+        f"{prefix}{name}.weight": _random(generator, *size, gain=gains.get(name, 1.0)) for name, size in sizes.items()
+    }
     norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
     norms |= {f"self_attn.{x}_norm": shape.head_dim for x in "qk"} if shape.qk_norm else {}
     return parameters | {f"{prefix}{name}.weight": torch.ones(width) for name, width in norms.items()}
-
-
-def _pick_last_tap(hidden: int, num_taps: int, generator: torch.Generator) -> Tensor:
-    """A fusion that starts as the highest tapped layer."""
-    return torch.cat([_random(generator, hidden, (num_taps - 1) * hidden, std=0.002), torch.eye(hidden)], dim=1)
 
 
 def init_autoregressive(shape: ModelShape, num_taps: int, final_norm: Tensor, generator: torch.Generator) -> Parameters:
     """Seeded parameters in the EAGLE-3 layout; `final_norm` is the weight of the target's."""
     hidden = shape.hidden_size
     parameters = _layer("midlayer.", shape, 2 * hidden, generator)
-    parameters |= {"midlayer.hidden_norm.weight": torch.ones(hidden), "norm.weight": final_norm.clone().float()}
-    return parameters | {"fc.weight": _pick_last_tap(hidden, num_taps, generator)}
+    parameters |= {"midlayer.hidden_norm.weight": torch.ones(hidden), "norm.weight": 0.25 * final_norm.clone().float()}
+    return parameters | {"fc.weight": _random(generator, hidden, num_taps * hidden)}
 
 
 def init_block(shape: ModelShape, num_taps: int, final_norm: Tensor, generator: torch.Generator) -> Parameters:
@@ -82,8 +80,8 @@ def init_block(shape: ModelShape, num_taps: int, final_norm: Tensor, generator: 
     parameters: Parameters = {}
     for index in range(shape.num_layers):
         parameters |= _layer(f"layers.{index}.", shape, hidden, generator)
-    parameters |= {"hidden_norm.weight": torch.ones(hidden), "norm.weight": final_norm.clone().float()}
-    return parameters | {"fc.weight": _pick_last_tap(hidden, num_taps, generator)}
+    parameters |= {"hidden_norm.weight": torch.ones(hidden), "norm.weight": 0.25 * final_norm.clone().float()}
+    return parameters | {"fc.weight": _random(generator, hidden, num_taps * hidden)}
 
 
 class _Net:
@@ -224,6 +222,6 @@ class BlockNet(_Net):
 
 
 def soft_cross_entropy(logits: Tensor, teacher: Tensor, weight: Tensor) -> Tensor:
-    """Mean over positions of ``-sum(teacher * log softmax(logits))``, weighted ``[..]``."""
-    losses = -(teacher.float() * F.log_softmax(logits.float(), dim=-1)).sum(dim=-1)
+    """Mean over rows of ``-sum(teacher * log softmax(logits))``, weighted ``[rows]``."""
+    losses = F.cross_entropy(logits.float(), teacher.float(), reduction="none")
     return (losses * weight).sum() / weight.sum().clamp(min=1.0)
