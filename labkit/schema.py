@@ -197,6 +197,7 @@ _ACCEPTANCE = (
     _KV_DTYPE,
     _text("verify_backend", "attention of the verify step"),
     _real("repeated_ngram_share", "share", "share of the output's n-grams that occurred before", nullable=True),
+    _count("answer_correct", "", "1: the output ends in the prompt's answer; null: it has none", nullable=True),
     Column(
         "match_lengths",
         LIST,

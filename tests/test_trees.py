@@ -11,7 +11,6 @@ from labkit.attention.inputs import make_inputs, random_tree
 from labkit.attention.reference import oracle
 from labkit.drafting.tree import TreeShape, grow_tree
 from labkit.errors import InputError
-from labkit.models.recorded import RecordedTarget
 from labkit.models.target import ModelTarget
 from labkit.models.weights import load_model
 from labkit.shapes import AttentionShape
@@ -174,14 +173,6 @@ def test_a_stop_inside_a_path_ends_the_text_there(position):
     drafter = OracleTree([[1, 2, *plain]])
     (got,) = speculate(target, drafter, [[1, 2]], num_speculative_tokens=3, max_new_tokens=12, stop_token_ids=[stop])
     assert got.output_ids == plain[: plain.index(stop) + 1]
-
-
-def test_a_recorded_text_follows_trees():
-    text = [5, 3, 1, 4, 1, 5, 2, 6, 5, 3, 5, 7, 9]
-    target = RecordedTarget(text, 12)
-    (got,) = speculate(target, OracleTree([text]), [text[:2]], num_speculative_tokens=3, max_new_tokens=9)
-    assert got.output_ids == text[2:11]
-    assert [step.num_accepted_tokens for step in got.steps] == [3, 3]
 
 
 @pytest.mark.parametrize("size", [(0, 4), (2, 0), (2, 64)])

@@ -57,7 +57,7 @@ def points(preset: str, **axes: Sequence[Any]) -> list[dict[str, Any]]:
     run or a context that it does not hold, or more prompts than there are.
     """
     grid = common.axes_of(PRESETS, preset, axes)
-    common.check_names("workload", grid["workload"], workloads.WORKLOADS)
+    common.check_workloads(grid["workload"])
     common.check_drafters(grid)
     common.check_draft_lengths(grid)
     common.check_backends("verify_backend", grid["verify_backend"])
@@ -77,7 +77,7 @@ def points(preset: str, **axes: Sequence[Any]) -> list[dict[str, Any]]:
                     # The prompt's digest makes an edited prompt another point; the row's own covers the filler too.
                     cell = {"workload": workload, "prompt_id": prompt.id, "prompt_text": prompt.digest}
                     cell["context_len"] = context_len
-                    batch = prompt.id if together == 1 else f"{workload}/{start}"
+                    batch = prompt.id if together == 1 else f"{Path(workload).stem}/{start}"
                     found += _arms(fixed | cell, grid, batch)
     return found
 
@@ -129,7 +129,8 @@ def measure(arms: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception
         count = _count_sampled if first["temperature"] > 0 else _count_greedy
         for (drafter, k), rows in count(arms, target, prompts).items():
             for (prompt_id, (_, digest)), row in zip(texts.items(), rows, strict=True):
-                found[prompt_id, drafter, k] = row | {"prompt_digest": digest}
+                correct = _correct(first, prompt_id, row.pop("output_ids"))
+                found[prompt_id, drafter, k] = row | {"prompt_digest": digest, "answer_correct": correct}
     return [
         errors.get(arm["prompt_id"])
         or [found[arm["prompt_id"], arm["drafter"], arm["num_speculative_tokens"]] | _place(arm, texts)]
@@ -193,7 +194,7 @@ def draft_with(point: dict[str, Any], target: ModelTarget) -> Drafter:
 def prompt_tokens(point: dict[str, Any]) -> tuple[list[int], str]:
     """Token ids of a point's prompt inside a context of its ``context_len`` (0: as it is), and the text's digest."""
     encode = common.tokenizer(common.model_source(point)).encode_chat
-    prompt = next(prompt for prompt in workloads.load_prompts(point["workload"]) if prompt.id == point["prompt_id"])
+    prompt = _prompt(point, point["prompt_id"])
     if not point["context_len"]:
         return encode(list(prompt.messages)), prompt.digest
     try:
@@ -284,4 +285,18 @@ def _row(point: dict[str, Any], k: int, generation: Generation, steps: Sequence[
         "kv_dtype": point["weight_dtype"],
         "repeated_ngram_share": workloads.repeated_ngram_share(generation.output_ids),
         "match_lengths": None,
+        "output_ids": generation.output_ids,
     }
+
+
+def _correct(point: dict[str, Any], prompt_id: str, output_ids: list[int]) -> int | None:
+    """1 when the output ends in the prompt's answer, 0 when not; None for a prompt without one."""
+    wanted = _prompt(point, prompt_id).answer
+    if wanted is None:
+        return None
+    text = common.tokenizer(common.model_source(point)).decode(output_ids, skip_special_tokens=True)
+    return int(workloads.final_number(text) == wanted)
+
+
+def _prompt(point: dict[str, Any], prompt_id: str) -> workloads.Prompt:
+    return next(prompt for prompt in workloads.load_prompts(common.prompt_source(point)) if prompt.id == prompt_id)
