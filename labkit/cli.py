@@ -80,6 +80,7 @@ def _add_measuring(add: _Add) -> None:
         "--set", nargs="+", action="extend", default=[], metavar="AXIS=V,..", dest="assignments", help="replace an axis"
     )
     run.add_argument("--model", metavar="DIR|NAME", help="target: a preset name or a folder of safetensors")
+    run.add_argument("--draft-model", metavar="DIR", help="drafter: a folder with an EAGLE-3, MTP or DFlash head")
     run.add_argument("--backend-file", type=Path, metavar="F.py", help="a file that registers an attention backend")
     run.add_argument("--out", type=Path, metavar="DIR", help="where runs are stored (default data/runs)")
     run.add_argument("--no-resume", action="store_true", help="measure everything anew")

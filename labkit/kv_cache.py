@@ -166,6 +166,24 @@ class PagedKVCache:
             raise ValueError(f"context_lens must not exceed the cached {self.context_lens}, got {wanted}")
         self._set_lens(wanted)
 
+    def move(self, sources: Sequence[int], to: int) -> None:
+        """Copy K and V at the places `sources` of the first request to `to`, `to` + 1, ..; lengths stay.
+
+        For the accepted path of a tree, whose nodes stand apart. Raises ValueError: a place beyond `max_context_len`.
+        """
+        if not sources or list(sources) == list(range(to, to + len(sources))):
+            return
+        if max(*sources, to + len(sources) - 1) >= self.max_context_len:
+            raise ValueError(
+                f"sources and to must stay within max_context_len={self.max_context_len}, got {sources}, {to}"
+            )
+        places = torch.tensor([*sources, *range(to, to + len(sources))])
+        slots = self._host_table[0][places // self.page_size] * self.page_size + places % self.page_size
+        read, write = slots.to(self.device).chunk(2)
+        for storage in (self.k, self.v):
+            flat = storage.flatten(1, 2)
+            flat[:, write] = flat[:, read]
+
     def _set_lens(self, lens: list[int]) -> None:
         if max(lens) > self.max_context_len:
             raise ValueError(f"context_len must be at most max_context_len={self.max_context_len}, got {max(lens)}")

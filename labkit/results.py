@@ -26,6 +26,7 @@ from labkit.schema import (
     COUNT,
     EXPERIMENTS,
     HISTOGRAM,
+    LIST,
     ORIGIN_ALIASES,
     REAL,
     SCHEMA_VERSION,
@@ -59,7 +60,7 @@ def _array(column: Column, values: list[Any]) -> pa.Array:
         array = pa.array(values)
         kind = array.type
         number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
-        lists = dict.fromkeys((SERIES, HISTOGRAM), pa.types.is_list(kind))
+        lists = dict.fromkeys((SERIES, HISTOGRAM, LIST), pa.types.is_list(kind))
         fits = {TEXT: pa.types.is_string(kind), COUNT: number, REAL: number} | lists
         if not (fits[column.type] or pa.types.is_null(kind)):
             raise InputError(f"{column.name}: wanted {column.type}, got {kind}")
@@ -273,7 +274,7 @@ def load_runs(experiment: str, *paths: str | Path, gpu: str | None = None) -> pd
     table = pa.concat_tables(_checked_rows(run, experiment) for run in find_runs(experiment, *paths, gpu=gpu))
     frame = table.to_pandas()
     for column in columns(experiment):
-        if column.type in (SERIES, HISTOGRAM):
+        if column.type in (SERIES, HISTOGRAM, LIST):
             frame[column.name] = pd.Series(table[column.name].to_pylist(), dtype=object)
     return frame
 

@@ -19,7 +19,7 @@ ORIGINS = ("measured", "imported", "forced", "modelled", "interpolated", "transf
 ORIGIN_ALIASES = {"synthetic": "forced", "simulated": "forced"}
 
 TEXT, COUNT, REAL = pa.string(), pa.int64(), pa.float64()
-SERIES, HISTOGRAM = pa.list_(REAL), pa.list_(pa.list_(COUNT))
+SERIES, HISTOGRAM, LIST = pa.list_(REAL), pa.list_(pa.list_(COUNT)), pa.list_(COUNT)
 
 
 @dataclass(frozen=True)
@@ -202,6 +202,14 @@ _ACCEPTANCE = (
     _KV_DTYPE,
     _text("verify_backend", "attention of the verify step"),
     _real("repeated_ngram_share", "share", "share of the output's n-grams that occurred before", nullable=True),
+    _count("answer_correct", "", "1: the output ends in the prompt's answer; null: it has none", nullable=True),
+    Column(
+        "match_lengths",
+        LIST,
+        "tokens",
+        "drafts that would be kept behind each output token but the last, at the largest k; null elsewhere",
+        nullable=True,
+    ),
 )
 
 _LOOP = (

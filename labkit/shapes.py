@@ -43,7 +43,8 @@ class AttentionShape:
     `context_len` counts the tokens in the cache before the step, per request: an int when all requests agree,
     else a tuple of `batch_size` ints. The call attends to ``kv_len = context_len + q_len`` keys with a
     lower-right aligned causal mask, of which a `window` keeps the last so many keys of each row. With `mask` ``"tree"``
-    the new tokens see their ancestors only. The first `shared_prefix_len` tokens lie in pages that all requests share.
+    the new tokens see their ancestors only, with ``"none"`` each other. The first `shared_prefix_len` tokens lie in
+    pages that all requests share.
 
     Raises
     ------
@@ -85,8 +86,8 @@ class AttentionShape:
             _at_least(0, context_len=context_len)
         if self.kv_dtype is None:
             object.__setattr__(self, "kv_dtype", self.q_dtype)
-        if self.mask not in ("causal", "tree"):
-            raise InputError(f"mask must be causal or tree, got {self.mask!r}")
+        if self.mask not in ("causal", "tree", "none"):
+            raise InputError(f"mask must be causal, tree or none, got {self.mask!r}")
         if self.window is not None:
             _at_least(1, window=self.window)
         _at_least(0, shared_prefix_len=self.shared_prefix_len)

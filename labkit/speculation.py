@@ -60,12 +60,16 @@ class Draft:
     token_ids: int64 [batch_size, q_len - 1], padded to the longest draft. lengths: drafts of each request.
     probs: [batch_size, q_len - 1, vocab_size], what the tokens were sampled from; None = proposed with certainty.
     forced_accepted: acceptance to impose (`accept_forced`), None for a real draft.
+    parents: a tree's structure, int64 [batch_size, q_len - 1]: the place of the node that each one continues, which
+        stands before it; -1: the last token. Siblings differ. None: a chain. depth: the longest path of a tree.
     """
 
     token_ids: Tensor
     lengths: list[int]
     probs: Tensor | None = None
     forced_accepted: list[int] | None = None
+    parents: Tensor | None = None
+    depth: int = 0
 
     @classmethod
     def from_lists(cls, tokens: Sequence[Sequence[int]]) -> Draft:
@@ -75,7 +79,10 @@ class Draft:
 
 
 class Drafter(Protocol):
-    """Proposes up to k tokens per request. Its state follows ``request.token_ids``, which only ever grows."""
+    """Proposes up to k tokens per request. Its state follows ``request.token_ids``, which only ever grows.
+
+    One that drafts trees of depth k has an attribute ``num_draft_nodes`` beside.
+    """
 
     name: str
 
@@ -101,9 +108,12 @@ class Target(Protocol):
     def decode(self, requests: Sequence[Request]) -> Tensor:
         """A plain step: logits [batch_size, 1, vocab_size]."""
 
+    def keep(self, requests: Sequence[Request], nodes: Sequence[Sequence[int]]) -> None:
+        """After a tree pass, before the requests grow: the places of the nodes that each request goes on with."""
 
-# An accept rule maps (logits [batch_size, q_len, vocab_size], draft) to int64 [2, batch_size]:
-# the number of accepted drafts, and the token that the target adds after them.
+
+# An accept rule maps (logits [batch_size, q_len, vocab_size], draft) to int64 [2, batch_size]: the number of accepted
+# drafts, and the token that the target adds after them. For a tree, a further row per level: the node accepted there.
 AcceptRule = Callable[[Tensor, Draft], Tensor]
 
 
@@ -148,17 +158,21 @@ def speculate(
     step_index = 0
     while step_index != max_steps and (active := [request for request in requests if not request.finish_reason]):
         clock.start_step()
-        limits = _limits(target, active, num_speculative_tokens, max_new_tokens)
+        limits = _limits(target, drafter, active, num_speculative_tokens, max_new_tokens)
         draft = _propose(drafter, active, num_speculative_tokens, limits)
         clock.lap("draft")
         logits = target.verify(active, draft) if drafter else target.decode(active)
         clock.lap("verify")
-        accepted, added = accept(logits, draft).tolist()
+        accepted, added, *path = accept(logits, draft).tolist()
         drafted = draft.token_ids.tolist()
+        nodes = [[level[row] for level in path[:kept]] if path else range(kept) for row, kept in enumerate(accepted)]
+        if draft.parents is not None:
+            target.keep(active, nodes)
         records = []
         for row, request in enumerate(active):
             context_len, kept = len(request.token_ids) - 1, accepted[row]
-            cut = _extend(request, [*drafted[row][:kept], added[row]], stops, max_new_tokens)
+            kept_tokens = [drafted[row][node] for node in nodes[row]]
+            cut = _extend(request, [*kept_tokens, added[row]], stops, max_new_tokens)
             cut |= limits[row] < num_speculative_tokens
             records.append(Step(step_index, len(active), context_len, draft.lengths[row], kept, cut, {}))
         clock.lap("accept")
@@ -177,6 +191,8 @@ def speculate(
 def accept_greedy(logits: Tensor, draft: Draft) -> Tensor:
     """Keep drafts as long as each is the target's argmax; then add the target's own token. int64 [2, batch_size]."""
     best = logits.argmax(dim=-1)
+    if draft.parents is not None:
+        return _follow_tree(best, draft)
     accepted = _leading_true(best[:, :-1] == draft.token_ids.to(best.device), draft)
     return torch.stack([accepted, best.gather(1, accepted[:, None])[:, 0]])
 
@@ -196,11 +212,15 @@ def accept_sampling(
 
     Draft x at a position is kept with probability min(1, p(x) / q(x)); at the first rejection the token is drawn
     from the positive part of p - q, after a fully kept draft from p. ``temperature`` and ``top_p`` shape p only:
-    q (``draft.probs``) is what the drafter really sampled from; a draft without probs has q(x) = 1.
+    q (``draft.probs``) is what the drafter really sampled from; a draft without probs has q(x) = 1. In a tree, whose
+    nodes are chosen and not drawn, that comes to drawing from p at every node and following the draws.
 
     Returns int64 [2, batch_size]. Raises ValueError for a temperature that is not positive or top_p outside (0, 1].
     """
     target_probs = sampling_probs(logits, temperature=temperature, top_p=top_p)
+    if draft.parents is not None:
+        drawn = torch.multinomial(target_probs.flatten(0, 1), 1, generator=generator)
+        return _follow_tree(drawn.view(target_probs.shape[:2]), draft)
     tokens = draft.token_ids.to(logits.device)
     batch_size, num_drafts = tokens.shape
     p_draft = target_probs[:, :num_drafts].gather(2, tokens[..., None])[..., 0]
@@ -241,6 +261,42 @@ def sampling_probs(logits: Tensor, *, temperature: float, top_p: float) -> Tenso
     return kept / kept.sum(dim=-1, keepdim=True)
 
 
+def tree_rows(parents: Tensor) -> tuple[Tensor, Tensor]:
+    """Masks (`AttentionSpec.tree`) and depths of the last token and a tree's nodes, both int64 [batch_size, nodes + 1].
+
+    Made on the host: a level of a tree is too little work for a device.
+    """
+    masks, depths = [], []
+    for row in parents.tolist():
+        seen, depth = [1], [0]
+        for place, parent in enumerate(row):
+            seen.append(seen[parent + 1] | 1 << place + 1)
+            depth.append(depth[parent + 1] + 1)
+        masks.append([mask - (1 << 64) if mask >> 63 else mask for mask in seen])  # bit 63 is the sign
+        depths.append(depth)
+    return torch.tensor(masks, device=parents.device), torch.tensor(depths, device=parents.device)
+
+
+def _follow_tree(chosen: Tensor, draft: Draft) -> Tensor:
+    """From the root on to the child that the target chose, as long as there is one. int64 [2 + depth, batch_size].
+
+    chosen : [batch_size, nodes + 1], the target's token after the last token and after each node.
+    """
+    assert draft.parents is not None
+    parents, tokens = draft.parents.to(chosen.device), draft.token_ids.to(chosen.device)
+    here = torch.full_like(chosen[:, 0], -1)
+    accepted, path = torch.zeros_like(here), []
+    going = torch.ones_like(here, dtype=torch.bool)
+    for _ in range(draft.depth):
+        wanted = chosen.gather(1, here[:, None] + 1)
+        child = (parents == here[:, None]) & (tokens == wanted)
+        going = going & child.any(dim=1)
+        here = torch.where(going, child.long().argmax(dim=1), here)
+        accepted = accepted + going
+        path.append(here)
+    return torch.stack([accepted, chosen.gather(1, here[:, None] + 1)[:, 0], *path])
+
+
 def _leading_true(agrees: Tensor, draft: Draft) -> Tensor:
     """Length of the leading run of agreement [batch_size], padding never counted."""
     lengths = torch.tensor(draft.lengths, device=agrees.device)
@@ -262,10 +318,13 @@ def _extend(request: Request, tokens: list[int], stops: frozenset[int], max_new_
     return len(kept) < len(tokens)
 
 
-def _limits(target: Target, requests: Sequence[Request], k: int, max_new_tokens: int) -> list[int]:
+def _limits(
+    target: Target, drafter: Drafter | None, requests: Sequence[Request], k: int, max_new_tokens: int
+) -> list[int]:
     """Drafts that each request has room for. A pass is as wide as its longest draft, so the fullest row limits all."""
     if target.max_context_len is not None:
-        k = min(k, max(0, target.max_context_len - max(len(request.token_ids) for request in requests)))
+        room = max(0, target.max_context_len - max(len(request.token_ids) for request in requests))
+        k = 0 if (getattr(drafter, "num_draft_nodes", None) or 0) > room else min(k, room)
     return [min(k, max_new_tokens - request.num_output_tokens - 1) for request in requests]
 
 
@@ -274,6 +333,8 @@ def _propose(drafter: Drafter | None, requests: Sequence[Request], k: int, limit
     if drafter is None or max(limits) == 0:
         return _no_draft(len(requests))
     draft = drafter.propose(requests, max(limits))
+    if draft.parents is not None:  # a path beyond a request's limit is cut when its tokens are kept
+        return draft
     if draft.token_ids.shape[1] > k:
         raise ValueError(f"drafter {drafter.name}: wanted at most {k} tokens, got {draft.token_ids.shape[1]}")
     lengths = [min(pair) for pair in zip(draft.lengths, limits, strict=True)]

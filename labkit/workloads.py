@@ -3,9 +3,11 @@
 import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from labkit.errors import InputError
 from labkit.filler import FillerKind, filler_digest, filler_text
@@ -79,8 +81,12 @@ class Context:
 def load_prompts(workload: str, limit: int | None = None) -> list[Prompt]:
     """Return the prompts of one of `WORKLOADS`, or the first `limit` of them.
 
+    workload : a name, or a file of JSON lines (`load_prompt_file`).
+
     Raises InputError: the workload is unknown or `limit` is below 1.
     """
+    if workload not in WORKLOADS and workload.endswith(".jsonl"):
+        return load_prompt_file(workload)[:limit]
     if workload not in WORKLOADS:
         raise InputError(f"workload wants one of {', '.join(WORKLOADS)}, got {workload!r}")
     if limit is not None and limit < 1:
@@ -126,6 +132,7 @@ def _parse_line(line: str, *, workload: str, number: int) -> Prompt:
         raise ValueError(f"wanted a JSON object on one line: {error}") from error
     if not isinstance(fields, dict):
         raise ValueError(f"wanted a JSON object, got {line.strip()!r:.60}")
+    fields = _recognised(fields)
     if ("prompt" in fields) == ("messages" in fields):
         raise ValueError("wanted either a field prompt or a field messages")
     for name in _TEXT_FIELDS:
@@ -142,6 +149,48 @@ def _parse_line(line: str, *, workload: str, number: int) -> Prompt:
         answer=fields.get("answer"),
         reference=fields.get("reference"),
     )
+
+
+def _recognised(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a known benchmark under our names; others as they are.
+
+    Spec-Bench and MT-Bench (``question_id, category, turns``; the first turn), HumanEval (``task_id, prompt,
+    entry_point``), GSM8K (``question``, an ``answer`` that ends in ``#### number``), and recorded conversations
+    (``messages`` or ``conversations`` that go on to the assistant's reply, which is left out).
+    """
+    if isinstance(fields.get("turns"), list) and fields["turns"]:
+        own = {
+            "id": str(fields.get("question_id", "")),
+            "workload": str(fields.get("category", "")),
+            "prompt": fields["turns"][0],
+        }
+        return {name: value for name, value in own.items() if value}
+    if {"task_id", "prompt", "entry_point"} <= set(fields):
+        return {"id": str(fields["task_id"]), "prompt": fields["prompt"]}
+    if {"question", "answer"} <= set(fields) and "prompt" not in fields:
+        answer = str(fields["answer"]).rpartition("####")[2].strip().replace(",", "")
+        return {"prompt": fields["question"], "answer": answer}
+    messages = fields.get("messages", fields.get("conversations"))
+    if isinstance(messages, list) and all(isinstance(message, dict) for message in messages):
+        speakers = {"human": "user", "gpt": "assistant"}
+        if "conversations" in fields:
+            messages = [
+                {"role": speakers.get(m.get("from"), m.get("from")), "content": m.get("value")} for m in messages
+            ]
+        while messages and messages[-1].get("role") == "assistant":
+            messages = messages[:-1]
+        kept = {name: value for name, value in fields.items() if name not in ("messages", "conversations")}
+        return kept | {"messages": messages}
+    return fields
+
+
+def final_number(text: str) -> str | None:
+    """The number behind the last ``Answer:``, or the last one of the text; None: there is none."""
+    numbers = re.findall(r"-?\d+(?:\.\d+)?", text.rpartition("Answer:")[2].replace(",", ""))
+    if not numbers:
+        return None
+    found = numbers[0] if "Answer:" in text else numbers[-1]
+    return found.removesuffix(".0")
 
 
 def build_context(

@@ -5,10 +5,16 @@ from functools import partial
 import pytest
 import torch
 
-from labkit.drafting.forced import ForcedDrafter, fixed_acceptance
+from labkit.drafting.forced import (
+    ForcedDrafter,
+    fixed_acceptance,
+    pattern_acceptance,
+    rate_acceptance,
+    rates_of_length,
+)
+from labkit.drafting.matches import record_matches, simulate
 from labkit.drafting.ngram import NgramDrafter
 from labkit.errors import InputError
-from labkit.models.recorded import RecordedTarget
 from labkit.speculation import Draft, Request, accept_forced, accept_greedy, speculate
 from tests.toys import OracleDrafter, ToyTarget
 
@@ -152,11 +158,10 @@ def test_recorded_text_gives_the_counts_of_the_live_loop():
     text = plain(target, [[1, 2, 3]], 60)[0]
     for k in (1, 2, 4):
         live = speculate(target, NgramDrafter(), [[1, 2, 3]], num_speculative_tokens=k, max_new_tokens=60)[0]
-        recorded = RecordedTarget([*text.prompt_ids, *text.output_ids], target.vocab_size)
-        replayed = speculate(recorded, NgramDrafter(), [[1, 2, 3]], num_speculative_tokens=k, max_new_tokens=60)[0]
-        assert replayed.output_ids == live.output_ids
-        counts = [(s.num_drafted_tokens, s.num_accepted_tokens, s.truncated) for s in live.steps]
-        assert [(s.num_drafted_tokens, s.num_accepted_tokens, s.truncated) for s in replayed.steps] == counts
+        (matches,) = record_matches(NgramDrafter(), [text], 4)
+        counts = [(s.context_len, s.num_drafted_tokens, s.num_accepted_tokens, s.truncated) for s in live.steps]
+        simulated = simulate(matches, k, 60)
+        assert [(s.context_len, s.num_drafted_tokens, s.num_accepted_tokens, s.truncated) for s in simulated] == counts
 
 
 def test_accept_greedy_never_counts_padding():
@@ -195,5 +200,41 @@ def test_bad_arguments_are_named(options, name):
     ],
 )
 def test_drafters_refuse_bad_settings(make):
+    with pytest.raises(InputError, match="wanted"):
+        make()
+
+
+def test_imposed_patterns_and_rates():
+    pattern = pattern_acceptance([0, 3, 1])
+    assert [pattern(2) for _ in range(4)] == [0, 2, 1, 0]
+    draw = rate_acceptance([0.8, 0.6, 0.4, 0.2], torch.Generator().manual_seed(1))
+    kept = torch.tensor([draw(4) for _ in range(20_000)])
+    shares = [(kept >= place).float().mean().item() for place in (1, 2, 3, 4)]
+    assert shares == pytest.approx([0.8, 0.6, 0.4, 0.2], abs=0.012)
+
+
+@pytest.mark.parametrize(("length", "k"), [(1.0, 4), (2.5, 4), (3.0, 3), (5.0, 4)])
+def test_rates_of_a_mean_length_sum_to_it(length, k):
+    rates = rates_of_length(length, k)
+    assert 1 + sum(rates) == pytest.approx(length, abs=1e-9)
+    assert rates == pytest.approx([rates[0] ** i for i in range(1, k + 1)])
+
+
+def test_llama_cpp_prints_the_same_rates():
+    """Its log for a length of 2.5 with 4 drafts: 0.644, 0.415, 0.268, 0.173."""
+    assert rates_of_length(2.5, 4) == pytest.approx([0.644, 0.415, 0.268, 0.173], abs=6e-4)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: pattern_acceptance([]),
+        lambda: pattern_acceptance([1, -1]),
+        lambda: rate_acceptance([0.5, 0.6], torch.Generator()),
+        lambda: rate_acceptance([1.2], torch.Generator()),
+        lambda: rates_of_length(5.5, 4),
+    ],
+)
+def test_imposed_acceptance_that_cannot_be(make):
     with pytest.raises(InputError, match="wanted"):
         make()

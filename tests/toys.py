@@ -23,11 +23,23 @@ class ToyTarget:
     def verify(self, requests: list[Request], draft: Draft) -> Tensor:
         self.num_passes += 1
         rows = []
-        for request, drafted in zip(requests, draft.token_ids.tolist(), strict=True):
+        for place, (request, drafted) in enumerate(zip(requests, draft.token_ids.tolist(), strict=True)):
+            if draft.parents is not None:
+                rows.append(self._tree(request.token_ids, drafted, draft.parents[place].tolist()))
+                continue
             text = request.token_ids + drafted
             ends = range(len(request.token_ids), len(text) + 1)
             rows.append(torch.stack([self._next(text[:end]) for end in ends]))
         return torch.stack(rows)
+
+    def _tree(self, text: list[int], drafted: list[int], parents: list[int]) -> Tensor:
+        texts = [text]
+        for token, parent in zip(drafted, parents, strict=True):
+            texts.append([*texts[parent + 1], token])
+        return torch.stack([self._next(path) for path in texts])
+
+    def keep(self, requests: list[Request], nodes: list[list[int]]) -> None:
+        self.kept = [list(chosen) for chosen in nodes]
 
     def decode(self, requests: list[Request]) -> Tensor:
         self.num_passes += 1

@@ -137,7 +137,7 @@ def shape_of(q: Tensor, cache: PagedKVCache, spec: AttentionSpec = DEFAULT_SPEC)
         page_size=cache.page_size,
         q_dtype=str(q.dtype).removeprefix("torch."),
         kv_dtype=str(cache.dtype).removeprefix("torch."),
-        mask="causal" if spec.tree is None else "tree",
+        mask="tree" if spec.tree is not None else "causal" if spec.causal else "none",
         window=spec.window,
         shared_prefix_len=cache.shared_prefix_len,
     )

@@ -27,8 +27,8 @@ def flashinfer_supports(shape: AttentionShape, device: str) -> str:
         return "needs q in bfloat16 or float16, and K/V like q or float8_e4m3fn"
     if shape.head_dim not in (64, 128, 256):
         return "needs a head_dim of 64, 128 or 256"
-    if shape.mask == "tree" and shape.window is not None:
-        return "has no tree mask within a sliding window"
+    if shape.mask == "none" or (shape.mask == "tree" and shape.window is not None):
+        return "has no tree mask within a sliding window, and a mask always"
     return ""
 
 

@@ -36,6 +36,8 @@ def paged_keys(
 def hidden_keys(spec: AttentionSpec, request: int, context_len: int, q_len: int, key: Tensor) -> Tensor:
     """Which of the keys (their places in the cache) each new token does not see, bool ``[q_len, keys]``."""
     own = context_len + torch.arange(q_len, device=key.device)[:, None]
+    if spec.tree is None and not spec.causal:
+        return (key >= context_len + q_len).expand(q_len, -1)
     if spec.tree is None:
         hidden = key > own
         return hidden if spec.window is None else hidden | (key <= own - spec.window)

@@ -40,6 +40,7 @@ _BACKENDS: dict[str, str | Backend] = {
     for name, module in {
         "reference": "reference",
         "sdpa": "backend_sdpa",
+        "sdpa_masked": "backend_sdpa_masked",
         "per_token": "backend_per_token",
         "triton_split": "backend_triton_split",
         "triton_nosplit": "backend_triton_ladder",

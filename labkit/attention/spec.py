@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What to compute beside the shapes. The mask is lower-right aligned and causal unless `tree` is given.
+    """What to compute beside the shapes. The mask is lower-right aligned and causal unless `tree` or `causal` say else.
 
     Attributes
     ----------
@@ -23,6 +23,8 @@ class AttentionSpec:
         int64 ``[batch_size, q_len]``, `q_len` at most 64: bit j of entry i is set where new token i sees new token j.
         A token may only see itself and tokens before it; one that sees no new token (padding) is fully masked. All
         others see the whole context.
+    causal
+        False: every new token sees all new tokens, as in the block of a block drafter. A `tree` goes first.
     """
 
     sm_scale: float | None = None
@@ -30,6 +32,7 @@ class AttentionSpec:
     max_splits: int | None = None
     window: int | None = None
     tree: Tensor | None = None
+    causal: bool = True
 
     def scale(self, head_dim: int) -> float:
         return 1.0 / math.sqrt(head_dim) if self.sm_scale is None else self.sm_scale

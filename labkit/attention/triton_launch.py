@@ -63,8 +63,8 @@ def triton_supports(shape: AttentionShape, device: str) -> str:
         return f"needs q in one of {', '.join(PRECISION)}, and K/V like q or float8_e4m3fn"
     if shape.head_dim not in (16, 32, 64, 128, 256):
         return "needs a head_dim of 16, 32, 64, 128 or 256"
-    if shape.mask == "tree" and shape.window is not None:
-        return "has no tree mask within a sliding window"
+    if shape.mask == "none" or (shape.mask == "tree" and shape.window is not None):
+        return "has no tree mask within a sliding window, and a mask always"
     return ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -35,7 +36,10 @@ class ForcedDrafter:
         shared = min(length, draft.token_ids.shape[1])
         tokens[:, :shared] = draft.token_ids[:, :shared]
         kept = [self.accepted(length) for _ in requests]
-        return replace(draft, token_ids=tokens, lengths=[length] * len(requests), probs=None, forced_accepted=kept)
+        lengths = [length] * len(requests)
+        return replace(
+            draft, token_ids=tokens, lengths=lengths, probs=None, forced_accepted=kept, parents=None, depth=0
+        )
 
 
 def fixed_acceptance(num_accepted: int) -> Callable[[int], int]:
@@ -43,3 +47,43 @@ def fixed_acceptance(num_accepted: int) -> Callable[[int], int]:
     if num_accepted < 0:
         raise InputError(f"accepted: wanted 0 or more, got {num_accepted}")
     return lambda length: min(num_accepted, length)
+
+
+def pattern_acceptance(pattern: Sequence[int]) -> Callable[[int], int]:
+    """Keep these numbers of drafts in turn, over and over, each at most the draft.
+
+    Raises InputError: no number, or one below 0.
+    """
+    if not pattern or min(pattern) < 0:
+        raise InputError(f"accepted: wanted numbers of 0 or more, got {list(pattern)}")
+    turns = itertools.cycle(pattern)
+    return lambda length: min(next(turns), length)
+
+
+def rate_acceptance(rates: Sequence[float], generator: torch.Generator) -> Callable[[int], int]:
+    """Keep draft i with the unconditional rate ``rates[i - 1]``: as many as rates exceed one draw of 0..1.
+
+    Raises InputError: a rate outside 0..1, or one above the rate before.
+    """
+    if any(not 0 <= rate <= 1 for rate in rates) or any(b > a for a, b in itertools.pairwise(rates)):
+        raise InputError(f"rates: wanted numbers in 0..1 that do not rise, got {list(rates)}")
+
+    def accepted(length: int) -> int:
+        draw = torch.rand((), generator=generator).item()
+        return sum(draw < rate for rate in rates[:length])
+
+    return accepted
+
+
+def rates_of_length(mean_acceptance_length: float, k: int) -> list[float]:
+    """Unconditional rates p, p^2, .., p^k whose sum is the length less the bonus token (llama.cpp's synthetic length).
+
+    Raises InputError: a length outside 1..k+1.
+    """
+    if not 1 <= mean_acceptance_length <= k + 1:
+        raise InputError(f"mean_acceptance_length: wanted 1 to {k + 1} with k = {k}, got {mean_acceptance_length:g}")
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        p = (low + high) / 2
+        low, high = (p, high) if sum(p**i for i in range(1, k + 1)) < mean_acceptance_length - 1 else (low, p)
+    return [high**i for i in range(1, k + 1)]

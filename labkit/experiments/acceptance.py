@@ -14,9 +14,7 @@ from labkit.sweep import RunResult
 
 if TYPE_CHECKING:
     from labkit.models.target import ModelTarget
-    from labkit.speculation import AcceptRule, Drafter, Generation, Target
-
-DRAFTERS = ("ngram",)
+    from labkit.speculation import AcceptRule, Drafter, Generation, Step
 
 # context_len 0 = the prompt as it is; else it stands at the end of a context of that many tokens.
 PRESETS: dict[str, common.Axes] = {
@@ -33,31 +31,34 @@ PRESETS: dict[str, common.Axes] = {
         "temperature": [0.0],
         "top_p": [1.0],
         "seed": [0],
+        "prompts_per_batch": [1],
     }
 }
 CPU_BUDGET_S = 160.0
 PRESETS["gpu"] = PRESETS["cpu"] | {
     "workload": list(workloads.WORKLOADS),
+    "context_len": [512, 1024, 2048, 4096, 7680],
     "num_speculative_tokens": [1, 2, 3, 4, 5, 6, 7],
     "num_prompts": [24],
+    "prompts_per_batch": [24],
     "max_new_tokens": [256],
     "weight_dtype": ["bfloat16"],
     "verify_backend": ["triton_split"],
 }
 PRESETS["ci"] = PRESETS["cpu"] | {"context_len": [512], "num_prompts": [2], "max_new_tokens": [12]}
 
-_ONE_VALUE = ("target", "num_prompts", "max_new_tokens", "verify_backend", "weight_dtype", "top_p")
+_ONE_VALUE = ("target", "num_prompts", "prompts_per_batch", "max_new_tokens", "verify_backend", "weight_dtype", "top_p")
 
 
 def points(preset: str, **axes: Sequence[Any]) -> list[dict[str, Any]]:
-    """Points of the grid, one prompt of every cell before the next prompt, so that a cut run is still balanced.
+    """Points of the grid, one batch of prompts of every cell before the next one, so that a cut run is still balanced.
 
     Raises InputError for an unknown preset, axis, workload, drafter or backend, k outside 1..16, a target that cannot
     run or a context that it does not hold, or more prompts than there are.
     """
     grid = common.axes_of(PRESETS, preset, axes)
-    common.check_names("workload", grid["workload"], workloads.WORKLOADS)
-    common.check_names("drafter", grid["drafter"], DRAFTERS)
+    common.check_workloads(grid["workload"])
+    common.check_drafters(grid)
     common.check_draft_lengths(grid)
     common.check_backends("verify_backend", grid["verify_backend"])
     fixed = {name: common.sole(grid, name) for name in _ONE_VALUE}
@@ -68,26 +69,26 @@ def points(preset: str, **axes: Sequence[Any]) -> list[dict[str, Any]]:
         raise InputError(f"axis max_new_tokens: wanted {least} or more (k + 2), got {fixed['max_new_tokens']}")
     common.check_model_axes(grid, text=True, num_new_tokens=fixed["max_new_tokens"])
     prompts = common.prompts_of(grid)
-    found = []
-    for index in range(fixed["num_prompts"]):
+    found, together = [], fixed.pop("prompts_per_batch")
+    for start in range(0, fixed["num_prompts"], together):
         for context_len in sorted(grid["context_len"], reverse=True):  # shorter ones reuse the longest one's prefill
             for workload in grid["workload"]:
-                if index < len(prompts[workload]):
-                    prompt = prompts[workload][index]
+                for prompt in prompts[workload][start : start + together]:
                     # The prompt's digest makes an edited prompt another point; the row's own covers the filler too.
                     cell = {"workload": workload, "prompt_id": prompt.id, "prompt_text": prompt.digest}
                     cell["context_len"] = context_len
-                    found += _arms(fixed | cell, grid)
+                    batch = prompt.id if together == 1 else f"{Path(workload).stem}/{start}"
+                    found += _arms(fixed | cell, grid, batch)
     return found
 
 
-def _arms(cell: dict[str, Any], grid: common.Axes) -> list[dict[str, Any]]:
+def _arms(cell: dict[str, Any], grid: common.Axes, batch: str) -> list[dict[str, Any]]:
     """Every drafter, k, temperature and seed on one prompt. Greedy arms share one generation: one group."""
     arms = []
     for drafter in grid["drafter"]:
         for temperature in grid["temperature"]:
             for seed in grid["seed"] if temperature else [0]:
-                group = f"{cell['prompt_id']}/{cell['context_len']}/T{temperature:g}/{seed}"
+                group = f"{batch}/{cell['context_len']}/T{temperature:g}/{seed}"
                 sampling = {"temperature": temperature, "seed": seed, "group": group}
                 ks = sorted(grid["num_speculative_tokens"], reverse=True)
                 arms += [cell | sampling | {"drafter": drafter, "num_speculative_tokens": k} for k in ks]
@@ -106,32 +107,94 @@ def run(
 
 
 def measure(arms: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception]:
-    """One prompt: generate, then count. Greedy text is generated once, at the largest k, and replayed."""
-    from labkit.models.recorded import RecordedTarget
+    """Prompts of one cell together: generate, then count.
 
+    Greedy text is generated once; every drafter and k is counted on it (`labkit.drafting.matches`). Sampled text is
+    generated for each.
+    """
     first = arms[0]
     common.load_backends(first)
-    prompt_ids, digest = prompt_tokens(first)
-    if first["temperature"] > 0:
-        return [[_row(arm, digest, _generate(arm, prompt_ids, _target(arm, prompt_ids)))] for arm in arms]
-    live = _generate(first, prompt_ids, _target(first, prompt_ids))
-    vocab_size = common.decoder(common.model_source(first), first["weight_dtype"], common.device()).shape.vocab_size
-    recorded = RecordedTarget([*live.prompt_ids, *live.output_ids], vocab_size)
-    replays = [_generate(arm, prompt_ids, recorded) for arm in arms[1:]]
-    return [[_row(arm, digest, generation)] for arm, generation in zip(arms, [live, *replays], strict=True)]
+    texts: dict[str, tuple[list[int], str]] = {}
+    errors: dict[str, Exception] = {}
+    for arm in arms:
+        if arm["prompt_id"] not in texts and arm["prompt_id"] not in errors:
+            try:
+                texts[arm["prompt_id"]] = prompt_tokens(arm)
+            except Unsupported as error:
+                errors[arm["prompt_id"]] = error
+    found: dict[tuple[str, str, int], dict[str, Any]] = {}
+    if texts:
+        prompts = [ids for ids, _ in texts.values()]
+        target = _target(first, prompts)
+        count = _count_sampled if first["temperature"] > 0 else _count_greedy
+        for (drafter, k), rows in count(arms, target, prompts).items():
+            for (prompt_id, (_, digest)), row in zip(texts.items(), rows, strict=True):
+                correct = _correct(first, prompt_id, row.pop("output_ids"))
+                found[prompt_id, drafter, k] = row | {"prompt_digest": digest, "answer_correct": correct}
+    return [
+        errors.get(arm["prompt_id"])
+        or [found[arm["prompt_id"], arm["drafter"], arm["num_speculative_tokens"]] | _place(arm, texts)]
+        for arm in arms
+    ]
 
 
-def make_drafter(name: str) -> Drafter:
-    """A drafter of `DRAFTERS` by name."""
-    from labkit.drafting.ngram import NgramDrafter
+_Counted = dict[tuple[str, int], list[dict[str, Any]]]  # (drafter, k) -> a row per prompt
 
-    return {"ngram": NgramDrafter}[name]()
+
+def _count_greedy(arms: list[dict[str, Any]], target: ModelTarget, prompts: list[list[int]]) -> _Counted:
+    from labkit.drafting.matches import record_matches, simulate
+
+    first, found = arms[0], {}
+    largest = max(arm["num_speculative_tokens"] for arm in arms)
+    made = _generate(first | {"num_speculative_tokens": largest}, target, prompts)
+    for name in dict.fromkeys(arm["drafter"] for arm in arms):
+        here = next(arm for arm in arms if arm["drafter"] == name)
+        ks = sorted({arm["num_speculative_tokens"] for arm in arms if arm["drafter"] == name}, reverse=True)
+        drafter = draft_with(here, target)
+        nodes = getattr(drafter, "num_draft_nodes", None)
+        for k in ks:
+            if k == ks[0] or nodes:  # a tree spreads its nodes over its depth: each k is another one
+                matches = record_matches(drafter, made, k)
+            rows = [
+                _row(here, k, generation, simulate(match, k, here["max_new_tokens"])) | {"num_draft_nodes": nodes or k}
+                for generation, match in zip(made, matches, strict=True)
+            ]
+            if k == ks[0]:
+                rows = [row | {"match_lengths": match.matched} for row, match in zip(rows, matches, strict=True)]
+            found[name, k] = rows
+    return found
+
+
+def _count_sampled(arms: list[dict[str, Any]], target: ModelTarget, prompts: list[list[int]]) -> _Counted:
+    found = {}
+    for arm in arms:
+        key = (arm["drafter"], arm["num_speculative_tokens"])
+        if key not in found:
+            made = _generate(arm, target, prompts)
+            found[key] = [_row(arm, key[1], generation, generation.steps) for generation in made]
+    return found
+
+
+def draft_with(point: dict[str, Any], target: ModelTarget) -> Drafter:
+    """The drafter of a point beside its target; above temperature 0 it samples as the target does, top-p apart."""
+    import torch
+
+    from labkit.drafting.named import make_drafter
+
+    generator = torch.Generator(common.device()).manual_seed(point["seed"] + 1)
+    return make_drafter(
+        point["drafter"],
+        common.draft_folder(point, point["drafter"]),
+        target,
+        temperature=point.get("temperature", 0.0),
+        generator=generator,
+    )
 
 
 def prompt_tokens(point: dict[str, Any]) -> tuple[list[int], str]:
     """Token ids of a point's prompt inside a context of its ``context_len`` (0: as it is), and the text's digest."""
     encode = common.tokenizer(common.model_source(point)).encode_chat
-    prompt = next(prompt for prompt in workloads.load_prompts(point["workload"]) if prompt.id == point["prompt_id"])
+    prompt = _prompt(point, point["prompt_id"])
     if not point["context_len"]:
         return encode(list(prompt.messages)), prompt.digest
     try:
@@ -141,23 +204,26 @@ def prompt_tokens(point: dict[str, Any]) -> tuple[list[int], str]:
     return list(context.token_ids), context.digest
 
 
-def _target(point: dict[str, Any], prompt_ids: list[int]) -> ModelTarget:
-    """A target whose cache is kept per workload and context, since its prompts share the filler before the question.
+def _target(point: dict[str, Any], prompts: list[list[int]]) -> ModelTarget:
+    """A target for these prompts. One for a single prompt is kept per workload and context: fillers are shared.
 
-    A new one takes over what the longest context of the workload holds already: fillers are nested.
+    A new one takes over what the longest context of the workload holds already, since fillers are nested.
     """
     from labkit.models.target import ModelTarget
 
     source = common.model_source(point)
+    decoder = common.decoder(source, point["weight_dtype"], common.device())
+    room = -(-(max(map(len, prompts)) + point["max_new_tokens"]) // 512) * 512
+    options: dict[str, Any] = {"max_context_len": min(room, decoder.shape.max_context_len)}
+    options |= {"verify_backend": point["verify_backend"], "taps": common.taps(point, decoder)}
+    if len(prompts) > 1:
+        return ModelTarget(decoder, batch_size=len(prompts), **options)
     kept = _kept_targets(source, point["weight_dtype"], point["verify_backend"], point["workload"])
-    room = -(-(len(prompt_ids) + point["max_new_tokens"]) // 512) * 512
     key = (point["context_len"], room)
     if key not in kept:
-        decoder = common.decoder(source, point["weight_dtype"], common.device())
-        room = min(room, decoder.shape.max_context_len)
-        target = ModelTarget(decoder, batch_size=1, max_context_len=room, verify_backend=point["verify_backend"])
+        target = ModelTarget(decoder, batch_size=1, **options)
         if kept:
-            target.adopt(kept[max(kept)], prompt_ids)
+            target.adopt(kept[max(kept)], prompts[0])
         kept[key] = target
     return kept[key]
 
@@ -167,19 +233,18 @@ def _kept_targets(target: str, dtype: str, backend: str, workload: str) -> dict[
     return {}
 
 
-def _generate(point: dict[str, Any], prompt_ids: list[int], target: Target) -> Generation:
+def _generate(point: dict[str, Any], target: ModelTarget, prompts: list[list[int]]) -> list[Generation]:
     from labkit.speculation import speculate
 
-    (generation,) = speculate(
+    return speculate(
         target,
-        make_drafter(point["drafter"]),
-        [prompt_ids],
+        draft_with(point, target),
+        prompts,
         num_speculative_tokens=point["num_speculative_tokens"],
         max_new_tokens=point["max_new_tokens"],
         accept=_rule(point),
         stop_token_ids=common.tokenizer(common.model_source(point)).stop_token_ids,
     )
-    return generation
 
 
 def _rule(point: dict[str, Any]) -> AcceptRule:
@@ -195,26 +260,43 @@ def _rule(point: dict[str, Any]) -> AcceptRule:
     return partial(accept_sampling, temperature=point["temperature"], top_p=point["top_p"], generator=generator)
 
 
-def _row(point: dict[str, Any], digest: str, generation: Generation) -> dict[str, Any]:
+def _place(point: dict[str, Any], texts: dict[str, tuple[list[int], str]]) -> dict[str, int]:
+    """The context band of a prompt as it was sent."""
+    low, high = workloads.context_band(point["context_len"] or len(texts[point["prompt_id"]][0]))
+    return {"context_len_low": low, "context_len_high": high}
+
+
+def _row(point: dict[str, Any], k: int, generation: Generation, steps: Sequence[Step]) -> dict[str, Any]:
     """The counts of one generation. A step that a stop or the length limit cut is counted apart."""
-    whole = [step for step in generation.steps if not step.truncated]
-    k = point["num_speculative_tokens"]
-    pairs = [(step.num_drafted_tokens, step.num_accepted_tokens) for step in whole]
-    counts = AcceptanceCounts.from_steps(pairs, k, num_truncated_steps=len(generation.steps) - len(whole))
-    low, high = workloads.context_band(point["context_len"] or len(generation.prompt_ids))
+    whole = [step for step in steps if not step.truncated]
+    # Of a tree the depth counts as drafted: one path is kept.
+    pairs = [(min(step.num_drafted_tokens, k), step.num_accepted_tokens) for step in whole]
+    counts = AcceptanceCounts.from_steps(pairs, k, num_truncated_steps=len(steps) - len(whole))
     return {
         "origin": "measured",
         "round": 0,
         "sample": 0,
         "draft_depth": k,
         "num_draft_nodes": k,
-        "context_len_low": low,
-        "context_len_high": high,
         "context_len": sum(step.context_len for step in whole) / len(whole) if whole else len(generation.prompt_ids),
         "num_prompt_tokens": len(generation.prompt_ids),
         "num_output_tokens": len(generation.output_ids),
         **counts.columns(),
-        "prompt_digest": digest,
         "kv_dtype": point["weight_dtype"],
         "repeated_ngram_share": workloads.repeated_ngram_share(generation.output_ids),
+        "match_lengths": None,
+        "output_ids": generation.output_ids,
     }
+
+
+def _correct(point: dict[str, Any], prompt_id: str, output_ids: list[int]) -> int | None:
+    """1 when the output ends in the prompt's answer, 0 when not; None for a prompt without one."""
+    wanted = _prompt(point, prompt_id).answer
+    if wanted is None:
+        return None
+    text = common.tokenizer(common.model_source(point)).decode(output_ids, skip_special_tokens=True)
+    return int(workloads.final_number(text) == wanted)
+
+
+def _prompt(point: dict[str, Any], prompt_id: str) -> workloads.Prompt:
+    return next(prompt for prompt in workloads.load_prompts(common.prompt_source(point)) if prompt.id == prompt_id)

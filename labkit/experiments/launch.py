@@ -47,6 +47,8 @@ def run_from_arguments(arguments: argparse.Namespace) -> int:
     given = axes.parse_axes(arguments.assignments, module.PRESETS[preset])
     if arguments.model is not None:
         given["model" if arguments.experiment == "attention" else "target"] = [arguments.model]
+    if arguments.draft_model is not None:
+        given["drafter"] = [arguments.draft_model]
     # Attention knows a model by its heads: a folder is stored as these.
     if folders := [name for name in given.get("model", []) if Path(name).is_dir()]:
         heads = {folder: "/".join(map(str, attention.heads_of(folder))) for folder in folders}

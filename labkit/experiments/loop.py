@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from labkit import workloads
 from labkit.device_state import monitor
 from labkit.errors import InputError, Unsupported
 from labkit.experiments import common
-from labkit.experiments.acceptance import DRAFTERS, make_drafter, prompt_tokens
+from labkit.experiments.acceptance import draft_with, prompt_tokens
 from labkit.quality import Limits
 from labkit.shapes import AttentionShape, model_shape
 from labkit.sweep import RunResult
@@ -80,7 +80,7 @@ def points(preset: str, **axes: Sequence[Any]) -> list[dict[str, Any]]:
     Raises InputError for an unknown preset, axis, drafter, backend or kind of acceptance, or k outside 1..16.
     """
     grid = common.axes_of(PRESETS, preset, axes)
-    common.check_names("drafter", grid["drafter"], DRAFTERS)
+    common.check_drafters(grid)
     common.check_draft_lengths(grid)
     common.check_names("acceptance", grid["acceptance"], ("none", "real"))
     common.check_names("workload", grid["workload"], workloads.WORKLOADS)
@@ -159,8 +159,8 @@ def measure(arms: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception
             errors[index] = error
     first = arms[0]
     prompt_ids = _prompt_ids(first)
-    runs = [run for index, arm in enumerate(arms) if index not in errors for run in _runs(index, arm)]
     target = _target(first, prompt_ids)
+    runs = [run for index, arm in enumerate(arms) if index not in errors for run in _runs(index, arm, target)]
     shuffle = random.Random(first["seed"])
     watch, limits = monitor(common.device()), Limits(first)
     for round_index in chain([-1], limits.rounds(rows, "step_ms", _ALIKE)):  # round -1 warms up and is not kept
@@ -186,16 +186,16 @@ def _prompt_ids(point: dict[str, Any]) -> list[int]:
     return prompt_tokens(point)[0]
 
 
-def _runs(index: int, point: dict[str, Any]) -> list[_Arm]:
+def _runs(index: int, point: dict[str, Any], target: ModelTarget) -> list[_Arm]:
     """The plain arm as it is; the speculative arm once, or at every draft length when acceptance is imposed."""
     from labkit.drafting.forced import ForcedDrafter, fixed_acceptance
 
     if point["arm"] == "plain":
         return [_Arm(index, point, None)]
     if point["acceptance"] == "real":
-        return [_Arm(index, point, make_drafter(point["drafter"]))]
+        return [_Arm(index, point, draft_with(point, target))]
     reject_all, lengths = fixed_acceptance(0), range(point["num_speculative_tokens"] + 1)
-    drafters = [ForcedDrafter(make_drafter(point["drafter"]), accepted=reject_all, length=j) for j in lengths]
+    drafters = [ForcedDrafter(draft_with(point, target), accepted=reject_all, length=j) for j in lengths]
     return [_Arm(index, point, drafter) for drafter in drafters]
 
 
@@ -211,7 +211,8 @@ def _target(point: dict[str, Any], prompt_ids: list[int]) -> ModelTarget:
     decoder = _decoder(point)
     new_tokens = point["max_new_tokens"] if point["acceptance"] == "real" else point["steps_per_round"] + 2
     room = min(len(prompt_ids) + new_tokens + 24, decoder.shape.max_context_len)
-    options = {"batch_size": point["batch_size"], "max_context_len": room, "verify_backend": "sdpa"}
+    options: dict[str, Any] = {"batch_size": point["batch_size"], "max_context_len": room, "verify_backend": "sdpa"}
+    options["taps"] = common.taps(point, decoder)
     if point["acceptance"] == "real":
         return ModelTarget(decoder, **options)
     generator = torch.Generator(common.device()).manual_seed(point["seed"])
@@ -227,6 +228,8 @@ def _check_attention(point: dict[str, Any]) -> None:
     import torch
 
     from labkit.attention.inputs import verify_backend
+    from labkit.attention.registry import lookup
+    from labkit.drafting.named import TREE_NODES, split_name
 
     shape = _decoder(point).shape
     speculative = point["arm"] == "speculative"
@@ -240,6 +243,10 @@ def _check_attention(point: dict[str, Any]) -> None:
         q_dtype=point["weight_dtype"],
     )
     name = point["verify_backend"] if speculative else point["decode_backend"]
+    if speculative and split_name(point["drafter"])[1] == "tree":
+        tree = replace(checked, q_len=TREE_NODES + 1, mask="tree")
+        if reason := lookup(name).supports(tree, common.device()):
+            raise Unsupported(f"backend {name!r}, draft trees: {reason}")
     generator = torch.Generator().manual_seed(point["seed"])
     verify_backend(name, checked, generator=generator, device=common.device(), page_order="sequential")
 
@@ -284,7 +291,7 @@ def _step_row(arm: _Arm, generations: Sequence[Generation], position: int, round
         "num_drafted_tokens": steps[0].num_drafted_tokens,
         "num_accepted_tokens": None if steps[0].truncated else steps[0].num_accepted_tokens,
         "linear_backend": _decoder(arm.point).linear_backend,
-        "draft_backend": None,
+        "draft_backend": getattr(getattr(arm.drafter, "inner", arm.drafter), "backend", None),
         "kv_dtype": arm.point["weight_dtype"],
         **steps[0].times,
     }

@@ -1,43 +1,29 @@
 """A decoder of the Llama/Qwen family on labkit's attention and paged cache. Forward passes only."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from labkit.attention.api import prepare
+from labkit.attention.api import DEFAULT_SPEC, AttentionSpec
 from labkit.errors import InputError, Unsupported
 from labkit.kv_cache import PagedKVCache
-from labkit.models.gated_delta import DeltaLayer, delta_weights
-from labkit.models.linear import Float8Linear, Linear, activation_dtype, make_linear, resolve_linear_backend
-from labkit.models.norm import RMSNorm
-from labkit.models.rope import RopeScaling, pairs_from_halves, rope_table
+from labkit.models.gated_delta import DeltaLayer
+from labkit.models.layers import Layers, Taps, TensorSource
+from labkit.models.linear import Linear, make_linear
+from labkit.models.rope import RopeScaling
 from labkit.shapes import ModelShape
-
-# Name and shape of a tensor in the layout of Hugging Face checkpoints -> its values, on any device, in any dtype.
-TensorSource = Callable[[str, tuple[int, ...]], Tensor]
-
-
-class _Layer(NamedTuple):
-    attention_norm: RMSNorm
-    qkv: Linear
-    qk_norm: RMSNorm | None
-    attention_out: Linear
-    mlp_norm: RMSNorm
-    gate_up: Linear
-    down: Linear
 
 
 class Decoder:
-    """RMSNorm, rotary embedding, GQA, SwiGLU; optional q/k norm (Qwen3), q/k/v bias (Qwen2), tied embeddings.
-
-    Keys are cached with interleaved rotary pairs, so a cache belongs to this class and not to other implementations.
+    """`Layers` between an embedding and an output head, which may be tied.
 
     name, shape, dtype, device : `dtype` is the name of the weights' dtype, which is also that of the caches it makes.
     linear_backend : how the linear layers run: one of `labkit.models.linear.LINEAR_BACKENDS`.
     float8 : store the layers' matrices as float8_e4m3fn with a scale per output; all else keeps `dtype`.
+    head_weight, final_norm_weight : ``[vocab_size, hidden_size]`` and ``[hidden_size]``, for heads that borrow them.
     """
 
     def __init__(
@@ -54,20 +40,27 @@ class Decoder:
     ):
         self.name, self.shape, self.dtype, self.device = name, shape, dtype, torch.device(device)
         self.float8 = float8
-        self._torch_dtype: torch.dtype = getattr(torch, dtype)
-        self._num_qk_heads = shape.num_qo_heads + shape.num_kv_heads
         with torch.inference_mode():
-            self.linear_backend = resolve_linear_backend(linear_backend, shape, dtype, self.device.type)
-            self.activation_dtype = activation_dtype(self.linear_backend, dtype)
-            self.rope = rope_table(shape, rope_scaling, self.device)
             table_shape = (shape.vocab_size, shape.hidden_size)
-            self.embedding = self._load(source("model.embed_tokens.weight", table_shape))
-            self.layers: list[_Layer | DeltaLayer] = [self._build_layer(source, i) for i in range(shape.num_layers)]
-            self.final_norm = self._norm(self._load(source("model.norm.weight", (shape.hidden_size,))))
-            head = self.embedding
+            self._stack = stack = Layers(
+                shape,
+                source,
+                [f"model.layers.{i}." for i in range(shape.num_layers)],
+                dtype=dtype,
+                device=self.device,
+                rope_scaling=rope_scaling,
+                linear_backend=linear_backend,
+                float8=float8,
+            )
+            self.layers, self.rope = stack.layers, stack.rope
+            self.linear_backend, self.activation_dtype = stack.linear_backend, stack.activation_dtype
+            self.embedding = stack.load(source("model.embed_tokens.weight", table_shape))
+            self.final_norm_weight = stack.load(source("model.norm.weight", (shape.hidden_size,)))
+            self.final_norm = stack.norm(self.final_norm_weight)
+            self.head_weight = self.embedding
             if not shape.tied_embeddings:
-                head = self._load(source("lm_head.weight", table_shape))
-            self.head = make_linear(head, None, self.linear_backend)
+                self.head_weight = stack.load(source("lm_head.weight", table_shape))
+            self.head = make_linear(self.head_weight, None, self.linear_backend)
 
     @property
     def linears(self) -> list[Linear]:
@@ -77,56 +70,6 @@ class Decoder:
             first = layer.projections if isinstance(layer, DeltaLayer) else layer.qkv
             inside += [first, layer.attention_out, layer.gate_up, layer.down]
         return [*inside, self.head]
-
-    def _load(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.device, self._torch_dtype)
-
-    def _norm(self, weight: Tensor) -> RMSNorm:
-        return RMSNorm(weight.to(self.activation_dtype), self.shape.rms_norm_eps)
-
-    def _linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        return Float8Linear(weight, bias) if self.float8 else make_linear(weight, bias, self.linear_backend)
-
-    def _build_layer(self, source: TensorSource, index: int) -> _Layer | DeltaLayer:
-        shape, prefix = self.shape, f"model.layers.{index}."
-        hidden, mlp = shape.hidden_size, shape.intermediate_size
-        q_width, kv_width = shape.num_qo_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-
-        def get(name: str, *size: int) -> Tensor:
-            return self._load(source(prefix + name, size))
-
-        mlp_norm = self._norm(get("post_attention_layernorm.weight", hidden))
-        gate_up = self._linear(torch.cat([get(f"mlp.{x}_proj.weight", mlp, hidden) for x in ("gate", "up")]), None)
-        down = self._linear(get("mlp.down_proj.weight", hidden, mlp), None)
-        attention_norm = self._norm(get("input_layernorm.weight", hidden))
-        if (index + 1) % shape.full_attention_interval:
-            special = delta_weights(shape, get, self._linear)
-            return DeltaLayer(attention_norm, *special, mlp_norm, gate_up, down)
-
-        qkv = {"q": q_width, "k": kv_width, "v": kv_width}
-
-        def paired(kind: str, tensor: Tensor) -> Tensor:
-            return tensor if kind == "v" else pairs_from_halves(tensor, shape.head_dim)
-
-        weights = [paired(x, get(f"self_attn.{x}_proj.weight", width, hidden)) for x, width in qkv.items()]
-        bias = qk_norm = None
-        if shape.qkv_bias:
-            bias = torch.cat([paired(x, get(f"self_attn.{x}_proj.bias", width)) for x, width in qkv.items()])
-        if shape.qk_norm:
-            heads = {"q": shape.num_qo_heads, "k": shape.num_kv_heads}
-            norms = {x: paired(x, get(f"self_attn.{x}_norm.weight", shape.head_dim)) for x in heads}
-            qk_norm = self._norm(torch.cat([norms[x].expand(count, -1) for x, count in heads.items()]))
-        if shape.output_gate:
-            weights.append(get("self_attn.gate_proj.weight", q_width, hidden))
-        return _Layer(
-            attention_norm=attention_norm,
-            qkv=self._linear(torch.cat(weights), bias),
-            qk_norm=qk_norm,
-            attention_out=self._linear(get("self_attn.o_proj.weight", hidden, q_width), None),
-            mlp_norm=mlp_norm,
-            gate_up=gate_up,
-            down=down,
-        )
 
     def new_cache(
         self, batch_size: int, max_context_len: int, *, kv_dtype: str | None = None, **options: Any
@@ -140,16 +83,16 @@ class Decoder:
         if max_context_len > self.shape.max_context_len:
             limit = self.shape.max_context_len
             raise InputError(f"max_context_len must be at most {limit} for {self.name}, got {max_context_len}")
-        return PagedKVCache(
-            num_layers=self.shape.num_attention_layers,
-            batch_size=batch_size,
-            max_context_len=max_context_len,
-            num_kv_heads=self.shape.num_kv_heads,
-            head_dim=self.shape.head_dim,
-            dtype=self._torch_dtype if kv_dtype is None else getattr(torch, kv_dtype),
-            device=self.device,
-            **options,
-        )
+        return self._stack.new_cache(batch_size, max_context_len, kv_dtype=kv_dtype, **options)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Embeddings of tokens of any shape, ``[..., hidden_size]`` in the dtype of the activations."""
+        return F.embedding(token_ids, self.embedding).to(self.activation_dtype)
+
+    def unembed(self, states: Tensor) -> Tensor:
+        """float32 logits of normed states ``[..., hidden_size]``."""
+        logits = self.head(states.reshape(-1, states.shape[-1])).float()
+        return logits.view(*states.shape[:-1], -1)
 
     def floor_bytes(self, context_lens: Sequence[int] = ()) -> int:
         """Bytes that one forward must read: weights, and K and V of these contexts. Not counted: activations."""
@@ -163,6 +106,9 @@ class Decoder:
         *,
         backend: str,
         logits: Literal["all", "last"] = "all",
+        spec: AttentionSpec = DEFAULT_SPEC,
+        depths: Tensor | None = None,
+        taps: Taps | None = None,
     ) -> Tensor:
         """Run the tokens behind what the cache holds and advance it by `q_len`.
 
@@ -170,6 +116,8 @@ class Decoder:
             position ``cache.context_lens[r]``; lengths may differ.
         backend : name of the attention backend.
         logits : ``"all"`` rows or only the ``"last"`` of each request.
+        spec, depths : mask and positions of a draft tree's tokens (`labkit.models.layers.Layers.run`).
+        taps : hidden states to keep.
 
         Returns float32 ``[batch_size, q_len or 1, vocab_size]``.
 
@@ -179,14 +127,23 @@ class Decoder:
         if logits not in ("all", "last"):
             raise ValueError(f"logits must be 'all' or 'last', got {logits!r}")
         with torch.inference_mode():
-            hidden = self._trunk(token_ids, cache, backend)
+            hidden = self._trunk(token_ids, cache, backend, spec, depths, taps)
             result = self._logits(hidden if logits == "all" else hidden[:, -1:])
         return result.clone()  # an ordinary tensor: those made in inference mode refuse to be changed in place outside
 
     def prefill(
-        self, token_ids: Sequence[int], cache: PagedKVCache, request: int, *, backend: str, chunk: int = 1024
+        self,
+        token_ids: Sequence[int],
+        cache: PagedKVCache,
+        request: int,
+        *,
+        backend: str,
+        chunk: int = 1024,
+        taps: Taps | None = None,
     ) -> Tensor:
         """Run a prompt of one request in chunks behind what its cache row holds.
+
+        taps : hidden states to keep, ``[1, len(token_ids), ..]``.
 
         Returns float32 ``[vocab_size]``: logits of the last token.
 
@@ -202,8 +159,9 @@ class Decoder:
         row = cache.rows([request])
         tokens = torch.tensor([list(token_ids)], device=self.device)
         with torch.inference_mode():
-            for part in tokens.split(chunk, dim=1):
-                hidden = self._trunk(part, row, backend)
+            for start, part in enumerate(tokens.split(chunk, dim=1)):
+                here = taps and Taps(taps.layers, taps.out[:, start * chunk : start * chunk + part.shape[1]])
+                hidden = self._trunk(part, row, backend, DEFAULT_SPEC, None, here)
             logits = self._logits(hidden[:, -1:])
         return logits[0, 0].clone()
 
@@ -216,50 +174,24 @@ class Decoder:
         if last > limit:
             raise ValueError(f"context_len + q_len must be at most {limit} for {self.name}, got {last}")
 
-    def _rotation(self, q_len: int, cache: PagedKVCache) -> Tensor:
-        """complex64 ``[batch_size * q_len, all heads * head_dim / 2]``: turns q and k, leaves v. No host sync."""
-        lens = cache.context_lens
-        turns = torch.cat([self.rope[start : start + q_len] for start in lens])
-        still = torch.ones_like(turns)
-        return torch.cat([turns] * self._num_qk_heads + [still] * self.shape.num_kv_heads, dim=1)
-
-    def _trunk(self, token_ids: Tensor, cache: PagedKVCache, backend: str) -> Tensor:
+    def _trunk(
+        self,
+        token_ids: Tensor,
+        cache: PagedKVCache,
+        backend: str,
+        spec: AttentionSpec,
+        depths: Tensor | None,
+        taps: Taps | None,
+    ) -> Tensor:
         """Hidden states before the final norm ``[batch_size, q_len, hidden_size]``."""
         if self.shape.num_delta_layers or self.shape.output_gate:
             raise Unsupported(f"{self.name}: a hybrid runs as a captured forward only (StaticForward)")
         self._check(token_ids, cache)
-        shape = self.shape
-        batch_size, q_len = token_ids.shape
-        rotation = self._rotation(q_len, cache)
-        rotated = torch.empty_like(rotation)
-        heads = torch.view_as_real(rotated).view(batch_size, q_len, -1, shape.head_dim)
-        staged = heads if cache.dtype == torch.float32 else torch.empty_like(heads, dtype=cache.dtype)
-        q, k, v = staged.split([shape.num_qo_heads, shape.num_kv_heads, shape.num_kv_heads], dim=2)
-        attention = prepare(q, cache, backend=backend)
-        attended = attention.out.view(batch_size * q_len, -1)
-        dtype = self.activation_dtype
-        hidden = F.embedding(token_ids.flatten(), self.embedding).to(dtype)
-        for index, layer in enumerate(self.layers):
-            assert isinstance(layer, _Layer)
-            qkv = layer.qkv(layer.attention_norm(hidden))
-            if layer.qk_norm is not None:
-                self._norm_heads(qkv, layer.qk_norm)
-            torch.mul(qkv.float().view(torch.complex64), rotation, out=rotated)
-            if staged is not heads:
-                staged.copy_(heads)
-            cache.append(index, k, v)
-            attention.run(q, index, attention.out)
-            hidden.add_(layer.attention_out(attended.to(dtype)))
-            gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, dim=1)
-            hidden.add_(layer.down(F.silu(gate).mul_(up)))
-        cache.advance(q_len)
-        return hidden.view(batch_size, q_len, -1)
-
-    def _norm_heads(self, qkv: Tensor, norm: RMSNorm) -> None:
-        qk = qkv.view(qkv.shape[0], -1, self.shape.head_dim)[:, : self._num_qk_heads]
-        qk.copy_(norm(qk))
+        hidden = self.embed(token_ids)
+        self._stack.run(hidden, cache, backend=backend, spec=spec, depths=depths, taps=taps)
+        if taps is not None and self.shape.num_layers in taps.layers:
+            taps.keep(self.shape.num_layers, self.final_norm(hidden.flatten(0, 1)))
+        return hidden
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        rows = hidden.reshape(-1, self.shape.hidden_size)
-        logits = self.head(self.final_norm(rows)).float()
-        return logits.view(*hidden.shape[:2], -1)
+        return self.unembed(self.final_norm(hidden.flatten(0, 1)).view(hidden.shape))

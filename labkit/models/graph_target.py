@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from labkit.errors import Unsupported
 from labkit.models.decoder import Decoder
 from labkit.models.gated_delta import DeltaState
 from labkit.models.static_forward import StaticForward
@@ -25,6 +26,8 @@ class GraphTarget(FilledTarget):
 
     def __init__(self, decoder: Decoder, *, batch_size: int, max_q_len: int, **options: Any):
         super().__init__(decoder, batch_size=batch_size, **options)
+        if self.taps:
+            raise Unsupported("heads read hidden states, which no captured forward keeps: wanted launch_mode eager")
         self._captured: dict[tuple[tuple[int, ...], int, str], StaticForward] = {}
         self._states: DeltaState | None = None
         self._before: tuple[list[int], int] = ([0] * batch_size, 1)  # lengths before the last pass, and its q_len
@@ -38,7 +41,9 @@ class GraphTarget(FilledTarget):
         if self._states is not None:
             self._states.keep([min(max(now - then, 1), q_len) for now, then in zip(lens, before, strict=True)])
 
-    def _forward(self, requests: Sequence[Request], tokens: Tensor, backend: str) -> Tensor:
+    def _forward(self, requests: Sequence[Request], tokens: Tensor, backend: str, **tree: Any) -> Tensor:
+        if tree:
+            raise Unsupported("trees have no captured forward: each has another mask")
         rows = tuple(self._row_of[request.index] for request in requests)
         active = self._view(rows)
         lens = [len(request.token_ids) - 1 for request in requests]

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from labkit.attention.api import AttentionSpec
 from labkit.errors import InputError
-from labkit.speculation import Draft, Request
+from labkit.models.layers import Taps
+from labkit.speculation import Draft, Request, tree_rows
 
 if TYPE_CHECKING:
     from labkit.kv_cache import PagedKVCache
@@ -23,6 +25,7 @@ class ModelTarget:
     from one prompt (other backends, other drafters) prefill it once.
 
     verify_backend, decode_backend : attention backend of speculative passes and of plain steps.
+    taps : layers whose hidden states are kept beside the cache, for drafters that read them (`states`).
     """
 
     def __init__(
@@ -34,6 +37,7 @@ class ModelTarget:
         verify_backend: str,
         decode_backend: str | None = None,
         page_size: int = 16,
+        taps: Sequence[int] = (),
     ):
         limit = decoder.shape.max_context_len
         if max_context_len > limit:
@@ -44,6 +48,10 @@ class ModelTarget:
         self._cached: list[list[int]] = [[] for _ in range(batch_size)]
         self._row_of: dict[int, int] = {}
         self._views: dict[tuple[int, ...], PagedKVCache] = {}
+        self.taps = tuple(sorted(set(taps)))
+        self._width = decoder.shape.hidden_size
+        states = (batch_size, self.cache.max_context_len if taps else 0, len(self.taps) * self._width)
+        self._hidden = torch.empty(states, dtype=decoder.activation_dtype, device=decoder.device)
 
     @property
     def max_context_len(self) -> int:
@@ -65,12 +73,39 @@ class ModelTarget:
         last = torch.tensor([[request.token_ids[-1]] for request in requests])
         device = draft.token_ids.device  # one copy to the model's device where the draft was made on the host
         tokens = torch.cat([last.to(device), draft.token_ids], dim=1).to(self.decoder.device)
-        return self._forward(requests, tokens, self.verify_backend)
+        if draft.parents is None:
+            return self._forward(requests, tokens, self.verify_backend)
+        masks, depths = tree_rows(draft.parents)
+        tree = {"spec": AttentionSpec(tree=masks.to(tokens.device)), "depths": depths.to(tokens.device)}
+        return self._forward(requests, tokens, self.verify_backend, **tree)
 
     def decode(self, requests: Sequence[Request]) -> Tensor:
         """A plain step [batch_size, 1, vocab_size]."""
         tokens = torch.tensor([[request.token_ids[-1]] for request in requests], device=self.decoder.device)
         return self._forward(requests, tokens, self.decode_backend)
+
+    def keep(self, requests: Sequence[Request], nodes: Sequence[Sequence[int]]) -> None:
+        """Move what the cache (and the states) hold of these nodes of a tree behind the last token, in this order."""
+        for request, chosen in zip(requests, nodes, strict=True):
+            row, after = self._row_of[request.index], len(request.token_ids)
+            sources = [after + node for node in chosen]
+            self._view((row,)).move(sources, after)
+            if self.taps:
+                self._hidden[row, after : after + len(sources)] = self._hidden[row, sources]
+
+    def states(self, requests: Sequence[Request], start: Sequence[int], num_tokens: int, taps: Sequence[int]) -> Tensor:
+        """Hidden states ``[batch_size, num_tokens, len(taps) * hidden_size]`` of each request from ``start`` on.
+
+        Only those of tokens in the cache mean anything. Raises ValueError: a layer that is not tapped.
+        """
+        if missing := [tap for tap in taps if tap not in self.taps]:
+            raise ValueError(f"taps: wanted some of {self.taps}, got {missing[0]}")
+        rows = torch.tensor([self._row_of[request.index] for request in requests], device=self.decoder.device)
+        places = torch.tensor(start, device=self.decoder.device)[:, None]
+        places = places + torch.arange(num_tokens, device=self.decoder.device)
+        found = self._hidden[rows[:, None], places.clamp(max=self._hidden.shape[1] - 1)]
+        columns = [self.taps.index(tap) * self._width for tap in taps]
+        return torch.cat([found[..., column : column + self._width] for column in columns], dim=-1)
 
     def adopt(self, other: ModelTarget, token_ids: Sequence[int]) -> None:
         """Copy the keys and values of the longest prefix of ``token_ids`` that ``other`` holds into this empty cache.
@@ -84,16 +119,27 @@ class ModelTarget:
         num_pages = -(-shared // self.cache.page_size)
         self.cache.k[:, :num_pages] = other.cache.k[:, :num_pages]
         self.cache.v[:, :num_pages] = other.cache.v[:, :num_pages]
+        if self.taps:
+            self._hidden[0, :shared] = other._hidden[0, :shared]
         self.cache.advance(shared)
         self._cached[0] = list(token_ids[:shared])
 
-    def _forward(self, requests: Sequence[Request], tokens: Tensor, backend: str) -> Tensor:
+    def _forward(self, requests: Sequence[Request], tokens: Tensor, backend: str, **tree: Any) -> Tensor:
         rows = tuple(self._row_of[request.index] for request in requests)
         active = self._view(rows)
         active.truncate([len(request.token_ids) - 1 for request in requests])
         for row, request in zip(rows, requests, strict=True):
             self._cached[row] = request.token_ids  # the same list: it grows with what the loop keeps
-        return self.decoder.forward(tokens, active, backend=backend, logits="all")
+        if not self.taps:
+            return self.decoder.forward(tokens, active, backend=backend, logits="all", **tree)
+        states = self._hidden.new_empty(*tokens.shape, self._hidden.shape[2])
+        places = torch.tensor(active.context_lens, device=self.decoder.device)[:, None]
+        places = places + torch.arange(tokens.shape[1], device=self.decoder.device)
+        logits = self.decoder.forward(
+            tokens, active, backend=backend, logits="all", taps=Taps(self.taps, states), **tree
+        )
+        self._hidden[torch.tensor(rows, device=self.decoder.device)[:, None], places] = states
+        return logits
 
     def _view(self, rows: tuple[int, ...]) -> PagedKVCache:
         if rows not in self._views:
@@ -105,7 +151,8 @@ class ModelTarget:
         shared = next((i for i in range(held) if self._cached[row][i] != token_ids[i]), held)
         self._view((row,)).truncate([shared])
         self._cached[row] = token_ids
-        return self.decoder.prefill(token_ids[shared:], self.cache, row, backend=self.verify_backend)
+        taps = Taps(self.taps, self._hidden[row : row + 1, shared : len(token_ids)]) if self.taps else None
+        return self.decoder.prefill(token_ids[shared:], self.cache, row, backend=self.verify_backend, taps=taps)
 
 
 class FilledTarget(ModelTarget):
@@ -123,5 +170,7 @@ class FilledTarget(ModelTarget):
         one = self._view((row,))
         if self.cache.context_lens[row] < len(token_ids):
             one.fill_random(len(token_ids), self._generator)
+            # Heads read these: values of a plausible size, as the keys and values are.
+            self._hidden[row].normal_(generator=self._generator)
         one.truncate([len(token_ids)])
         return torch.zeros(self.decoder.shape.vocab_size, device=self.decoder.device)

@@ -24,14 +24,15 @@ class Tokenizer:
 
     def __init__(self, backend: "Backend", *, settings: dict[str, Any], eos_token_ids: Sequence[int]):
         self._backend, self._settings = backend, settings
+        self._template: Any = None
         self.vocab_size: int = backend.get_vocab_size()
         markers = [backend.token_to_id(marker) for marker in _END_MARKERS]
         known = [*eos_token_ids, *(marker for marker in markers if marker is not None)]
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(known))
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a plain text, with the begin-of-text token where the tokenizer adds one."""
-        return self._backend.encode(text).ids
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a plain text, with the begin-of-text token where the tokenizer adds one and it is wanted."""
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of token ids; a cut multi-byte character decodes to U+FFFD."""
@@ -54,20 +55,24 @@ class Tokenizer:
         from jinja2 import TemplateError
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        template = self._settings.get("chat_template")
-        if not isinstance(template, str):
-            raise InputError("encode_chat needs a model with a chat template, this one has none: use encode")
-
         def refuse(message: str) -> None:
             raise TemplateError(message)
 
-        # The template comes with the checkpoint, hence the sandbox. Trimming is what templates are written for.
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
+        if self._template is None:  # compiled once: that takes longer than the rest
+            template = self._settings.get("chat_template")
+            if not isinstance(template, str):
+                raise InputError("encode_chat needs a model with a chat template, this one has none: use encode")
+            # It comes with the checkpoint, hence the sandbox. Trimming is what templates are written for.
+            environment = ImmutableSandboxedEnvironment(
+                trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            )
+            try:
+                self._template = environment.from_string(template)
+            except TemplateError as error:
+                raise InputError(f"the chat template cannot be read: {error}") from error
         names = {name: _content(self._settings.get(name)) for name in ("bos_token", "eos_token", "unk_token")}
         try:
-            return environment.from_string(template).render(
+            return self._template.render(
                 messages=list(messages), add_generation_prompt=True, raise_exception=refuse, **names
             )
         except TemplateError as error:

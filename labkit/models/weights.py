@@ -1,6 +1,7 @@
 """Load a decoder: SmolLM2 from its package, a local safetensors folder, or seeded random weights at a shape."""
 
 import json
+import re
 import zlib
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,11 @@ def read_config(folder: Path, name: str) -> tuple[ModelShape, RopeScaling | None
     Raises InputError: no such file, another family, a field that is missing, or a feature the decoder lacks.
     """
     path = folder / "config.json"
-    config = read_json(path)
+    return parse_config(read_json(path), path, name)
+
+
+def parse_config(config: dict[str, Any], path: Path, name: str) -> tuple[ModelShape, RopeScaling | None]:
+    """As `read_config`, from what the file at `path` holds."""
     family = config.get("model_type")
     if family not in FAMILY:
         raise InputError(f"{path}: model_type must be one of {', '.join(FAMILY)}, got {family!r}")
@@ -182,6 +187,12 @@ def expected_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     return names if shape.tied_embeddings else names | {"lm_head.weight": (shape.vocab_size, hidden)}
 
 
+def is_mtp(name: str, expected: dict[str, tuple[int, ...]]) -> bool:
+    """Whether a tensor belongs to a multi-token prediction layer, which `labkit.drafting.autoregressive` reads."""
+    match = re.match(r"model\.layers\.(\d+)\.", name)
+    return name.startswith("mtp.") or bool(match and f"model.layers.{match[1]}.input_layernorm.weight" not in expected)
+
+
 class SafetensorsFolder:
     """The tensors of a checkpoint folder, one file or shards with an index. All headers are checked before any is read.
 
@@ -189,10 +200,10 @@ class SafetensorsFolder:
     """
 
     def __init__(self, folder: Path, expected: dict[str, tuple[int, ...]]):
-        files = _files(folder)
+        files = weight_files(folder)
         self._handles: dict[str, Any] = {}
         for path in files:
-            handle = _open(path)
+            handle = open_safetensors(path)
             for name in handle.keys():  # noqa: SIM118 (not a dict)
                 self._handles[name] = handle
                 self._check(name, handle.get_slice(name), path, expected)
@@ -205,7 +216,7 @@ class SafetensorsFolder:
     def _check(name: str, header: Any, path: Path, expected: dict[str, tuple[int, ...]]) -> None:
         if name not in expected:
             # Harmless leftovers: a copy of the tied table, rotary frequencies of old checkpoints.
-            if name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq"):
+            if name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq") or is_mtp(name, expected):
                 return
             raise InputError(f"{path} holds the tensor {name}, which this decoder has no use for")
         shape, dtype = tuple(header.get_shape()), header.get_dtype()
@@ -219,7 +230,8 @@ class SafetensorsFolder:
         return self._handles[name].get_tensor(name)
 
 
-def _files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors of a folder: one file, or the shards that its index names. Raises InputError: neither."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         if not (folder / "model.safetensors").is_file():
@@ -239,7 +251,8 @@ def _files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _open(path: Path) -> Any:
+def open_safetensors(path: Path) -> Any:
+    """A handle on a file. Raises InputError: it is not a whole safetensors file."""
     from safetensors import SafetensorError, safe_open
 
     try:

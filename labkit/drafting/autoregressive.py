@@ -1,0 +1,270 @@
+"""An autoregressive head: one layer on the target's hidden states, which drafts its k tokens one after the other.
+
+EAGLE-3 (Li et al. 2025) and multi-token prediction layers differ in how a token and a state enter the layer and in
+what is fed back; the drafting is the same. The entry of the head's cache at position i comes from the token at i + 1
+and the target's states at i, so it holds one entry per token that the target has verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from labkit.attention.api import AttentionSpec
+from labkit.drafting.checkpoint import Checkpoint, read_checkpoint
+from labkit.drafting.tree import TreeShape, grow_tree
+from labkit.errors import InputError
+from labkit.models.layers import Layers
+from labkit.shapes import MAX_Q_LEN
+from labkit.speculation import Draft, Request, sampling_probs, tree_rows
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from labkit.kv_cache import PagedKVCache
+    from labkit.models.target import ModelTarget
+
+_CHUNK = 1024
+
+
+class AutoregressiveHead:
+    """The weights of a head beside its target, whose embedding (and head, where it has none) it borrows.
+
+    taps : layers of the target that it reads.
+    token_ids : int64 ``[draft vocabulary]``, the target's ids; None: the target's vocabulary.
+    """
+
+    def __init__(self, checkpoint: Checkpoint):
+        target, config, shape = checkpoint.target, checkpoint.config, checkpoint.shape
+        self.name, self.taps, self.target, self.shape = checkpoint.name, checkpoint.taps, target, shape
+        self._is_mtp = checkpoint.layout == "mtp"
+        self._norm_output = self._is_mtp or bool(config.get("norm_output", False))
+        self._norm_before_residual = bool(config.get("norm_before_residual", False))
+        width, states = shape.hidden_size, len(self.taps) * target.shape.hidden_size
+        with torch.inference_mode():
+            self.layers = layers = Layers(
+                shape,
+                checkpoint,
+                ["layers.0."] if self._is_mtp else [f"layers.{i}." for i in range(shape.num_layers)],
+                dtype=target.dtype,
+                device=target.device,
+                rope_scaling=checkpoint.rope_scaling,
+                linear_backend=target.linear_backend,
+                qkv_width=None if self._is_mtp else 2 * width,
+            )
+            self._fc = layers.linear(
+                layers.load(checkpoint("fc.weight", (width, 2 * width if self._is_mtp else states)))
+            )
+            norm = {name: layers.norm(checkpoint(f"{name}.weight", (width,))) for name in self._norms()}
+            self._norm = layers.norm(checkpoint("norm.weight", (width,)))
+            self._token_norm, self._state_norm = (norm.get("enorm") or layers.first_norm), norm[self._norms()[-1]]
+            self._load_tables(checkpoint)
+            self._load_tap_norms(checkpoint)
+
+    def _norms(self) -> tuple[str, ...]:
+        return ("enorm", "hnorm") if self._is_mtp else ("layers.0.hidden_norm",)
+
+    def _load_tables(self, checkpoint: Checkpoint) -> None:
+        layers, target, width = self.layers, self.target, self.shape.hidden_size
+        self.token_ids = checkpoint.vocabulary()
+        count = target.shape.vocab_size if self.token_ids is None else len(self.token_ids)
+        head = checkpoint.optional("lm_head.weight", (count, width))
+        if head is None and self.token_ids is not None:
+            head = target.head_weight[self.token_ids.to(target.device)]
+        self._head = None if head is None else layers.linear(layers.load(head))
+        table = checkpoint.optional("embed_tokens.weight", (target.shape.vocab_size, width))
+        self._embedding = None if table is None else layers.load(table).to(layers.activation_dtype)
+        if self.token_ids is not None:
+            self.token_ids = self.token_ids.to(target.device)
+
+    def _load_tap_norms(self, checkpoint: Checkpoint) -> None:
+        """Norms before the fusion: one per tap (fc_norm), or one over all of them (norm_before_fc)."""
+        width, names = self.target.shape.hidden_size, ("low", "mid", "high")
+        stored = [f"fc_norm.{i}.weight" for i in range(len(self.taps))]
+        if f"aux_norm_{names[0]}.weight" in checkpoint.tensors:
+            stored = [f"aux_norm_{name}.weight" for name in names]
+        per_tap = stored if stored[0] in checkpoint.tensors else []
+        self._tap_norms = [self.layers.norm(checkpoint(name, (width,))) for name in per_tap]
+        whole = checkpoint.optional("input_norm.weight", (len(self.taps) * width,))
+        self._input_norm = None if whole is None else self.layers.norm(whole)
+
+    def fuse(self, states: Tensor) -> Tensor:
+        """The target's states ``[batch_size, q_len, taps * hidden]`` as the head's input ``[.., hidden_size]``."""
+        if self._is_mtp:
+            return states
+        if self._tap_norms:
+            parts = states.chunk(len(self.taps), dim=-1)
+            states = torch.cat(
+                [norm(part.contiguous()) for norm, part in zip(self._tap_norms, parts, strict=True)], dim=-1
+            )
+        if self._input_norm is not None:
+            states = self._input_norm(states)
+        return self._fc(states.flatten(0, 1)).view(*states.shape[:2], -1)
+
+    def step(self, token_ids: Tensor, states: Tensor, cache: PagedKVCache, *, backend: str, **tree: Any) -> Tensor:
+        """One pass over ``[batch_size, q_len]`` tokens, each with its state; returns what is fed back in their place.
+
+        tree : ``spec`` and ``depths`` of `labkit.models.layers.Layers.run`.
+        """
+        embedded = self.target.embed(token_ids) if self._embedding is None else self._embedding[token_ids]
+        token_part, state_part = self._token_norm(embedded), self._state_norm(states)
+        both = torch.cat([token_part, state_part], dim=-1)
+        if self._is_mtp:
+            hidden = self._fc(both.flatten(0, 1)).view(states.shape)
+            self.layers.run(hidden, cache, backend=backend, **tree)
+        else:
+            hidden = (state_part if self._norm_before_residual else states).clone(memory_format=torch.contiguous_format)
+            self.layers.run(hidden, cache, backend=backend, qkv_input=both, **tree)
+        return self._norm(hidden) if self._norm_output else hidden
+
+    def logits(self, fed_back: Tensor) -> Tensor:
+        """float32 logits over the draft vocabulary ``[..., draft vocabulary]`` of what `step` returned."""
+        normed = fed_back if self._norm_output else self._norm(fed_back)
+        if self._head is None:
+            return self.target.unembed(normed)
+        return self._head(normed.reshape(-1, normed.shape[-1])).float().view(*normed.shape[:-1], -1)
+
+
+class AutoregressiveDrafter:
+    """Drafts k tokens one by one with a head; the tokens that the last verify kept are fed first (draft extend).
+
+    temperature : 0 drafts greedily; above 0 it samples, and the draft carries the distribution it sampled from.
+    min_confidence : stop before a token whose distribution has no probability of at least this; 0 drafts all k. What
+        decides is the distribution and not the token drawn from it, so sampling stays exact.
+    tree, tree_backend : draft trees of depth k instead of chains, always by probability, and their attention backend.
+    """
+
+    def __init__(
+        self,
+        head: AutoregressiveHead,
+        target: ModelTarget,
+        *,
+        backend: str = "sdpa",
+        temperature: float = 0.0,
+        min_confidence: float = 0.0,
+        tree: TreeShape | None = None,
+        tree_backend: str = "sdpa_masked",
+        generator: torch.Generator | None = None,
+    ):
+        self.name, self.head, self.target, self.backend = head.name, head, target, backend
+        self.temperature, self.min_confidence, self.generator = temperature, min_confidence, generator
+        self.tree, self.tree_backend = tree, tree_backend
+        self.num_draft_nodes = tree and tree.num_draft_nodes
+
+    @classmethod
+    def from_folder(cls, folder: str | Path, target: ModelTarget, **options: object) -> AutoregressiveDrafter:
+        """From a checkpoint in the EAGLE-3 or MTP layout. Raises InputError: as `read_checkpoint`."""
+        return cls(AutoregressiveHead(read_checkpoint(folder, target.decoder)), target, **options)  # type: ignore[arg-type]
+
+    def start(self, requests: Sequence[Request]) -> None:
+        """The head's own prefill over the prompts."""
+        room = min(self.target.cache.max_context_len, self.head.shape.max_context_len)
+        self._cache = self.head.layers.new_cache(len(requests), room + 64)
+        self._rows = {request.index: row for row, request in enumerate(requests)}
+        self._verified = {request.index: len(request.token_ids) - 1 for request in requests}
+        with torch.inference_mode():
+            for row, request in enumerate(requests):
+                for start in range(0, len(request.token_ids) - 1, _CHUNK):
+                    stop = min(start + _CHUNK, len(request.token_ids) - 1)
+                    self._feed([request], self._cache.rows([row]), [start], stop - start)
+
+    def propose(self, requests: Sequence[Request], k: int) -> Draft:
+        """Up to k tokens per request [batch_size, k]."""
+        k = min(k, self.head.shape.max_context_len - max(len(request.token_ids) for request in requests))
+        if k < 1:
+            return Draft.from_lists([[] for _ in requests])
+        with torch.inference_mode():
+            cache, states = self._extend(requests)
+            if self.tree is not None:
+                return self._grow(self.tree, k, cache, states)
+            drafts: list[Tensor] = []
+            probs: list[Tensor] = []
+            confident = torch.ones(len(requests), dtype=torch.int64, device=states.device)
+            lengths = torch.zeros_like(confident)
+            for place in range(k):
+                logits = self.head.logits(states[:, -1])
+                if self.min_confidence:
+                    confident = confident * (logits.softmax(dim=-1).amax(dim=-1) >= self.min_confidence)
+                    if not confident.any():
+                        break
+                lengths += confident
+                drafts.append(self._choose(logits, probs))
+                if place + 1 < k:
+                    states = self.head.step(drafts[-1], states[:, -1:], cache, backend=self.backend)
+            if not drafts:
+                return Draft.from_lists([[] for _ in requests])
+            return Draft(
+                torch.cat(drafts, dim=1).clone(), lengths.tolist(), torch.stack(probs, dim=1) if probs else None
+            )
+
+    def _grow(self, shape: TreeShape, depth: int, cache: PagedKVCache, root: Tensor) -> Draft:
+        """A tree; each level is one pass over all nodes that were grown on, since a mask spans the new tokens only."""
+        if shape.top_k * (depth - 1) > MAX_Q_LEN:
+            wanted = f"top_k * (k - 1) of at most {MAX_Q_LEN}"
+            raise InputError(f"draft tree of {self.name}: wanted {wanted}, got {shape.top_k} * {depth - 1}")
+        ends, count = cache.context_lens, len(root)
+        none = torch.empty(count, 0, dtype=torch.int64, device=root.device)
+        tokens, parents, entered, outputs = none, none, root[:, :0], root[:, :0]
+
+        def expand(level: Tensor, above: Tensor) -> Tensor:
+            nonlocal tokens, parents, entered, outputs
+            held, width = tokens.shape[1], level.shape[1]
+            if held:
+                states = outputs.gather(1, above[..., None].expand(-1, -1, root.shape[-1]))
+                above = above + held - outputs.shape[1]
+            else:
+                states, above = root.expand(-1, width, -1), torch.full_like(above, -1)
+            tokens, parents = torch.cat([tokens, level], 1), torch.cat([parents, above], 1)
+            entered = torch.cat([entered, states], 1)
+            masks, depths = tree_rows(parents)
+            # Without the last token, which the cache holds: its bit, and its place in the depths.
+            spec = AttentionSpec(tree=(masks[:, 1:] >> 1) & ((1 << tokens.shape[1]) - 1))
+            passed = self.head.step(
+                tokens, entered, cache, backend=self.tree_backend, spec=spec, depths=depths[:, 1:] - 1
+            )
+            cache.truncate(ends)
+            outputs = passed[:, -width:]
+            return self.head.logits(outputs).log_softmax(dim=-1)
+
+        first = self.head.logits(root[:, -1]).log_softmax(dim=-1)
+        return grow_tree(shape, depth, first, expand, self.head.token_ids)
+
+    def _choose(self, logits: Tensor, probs: list[Tensor]) -> Tensor:
+        """One token of the target's vocabulary per request ``[batch_size, 1]``."""
+        ids = self.head.token_ids
+        if self.temperature == 0:
+            best = logits.argmax(dim=-1, keepdim=True)
+            return best if ids is None else ids[best]
+        drawn = sampling_probs(logits, temperature=self.temperature, top_p=1.0)
+        if ids is not None:
+            whole = drawn.new_zeros(len(drawn), self.head.target.shape.vocab_size)
+            drawn = whole.index_copy_(1, ids, drawn)
+        probs.append(drawn)
+        return torch.multinomial(drawn, 1, generator=self.generator)
+
+    def _extend(self, requests: Sequence[Request]) -> tuple[PagedKVCache, Tensor]:
+        """Feed the tokens verified since; the cache's view and the last entries' states ``[.., 1, hidden]``."""
+        cache = self._cache.rows([self._rows[request.index] for request in requests])
+        ends = [len(request.token_ids) - 1 for request in requests]
+        starts = [min(self._verified[request.index], end - 1) for request, end in zip(requests, ends, strict=True)]
+        cache.truncate(starts)  # entries of drafted tokens go, kept or not: they came from the head's own states
+        self._verified |= {request.index: end for request, end in zip(requests, ends, strict=True)}
+        longest = max(end - start for start, end in zip(starts, ends, strict=True))
+        return cache, self._feed(requests, cache, starts, longest)
+
+    def _feed(self, requests: Sequence[Request], cache: PagedKVCache, starts: list[int], num_tokens: int) -> Tensor:
+        """Entries from ``starts`` on, padded to ``num_tokens`` for all, which the cache forgets again."""
+        tokens = [
+            request.token_ids[start + 1 : start + 1 + num_tokens]
+            for request, start in zip(requests, starts, strict=True)
+        ]
+        counts = [len(row) for row in tokens]
+        padded = torch.tensor([row + [0] * (num_tokens - len(row)) for row in tokens], device=self.head.target.device)
+        fused = self.head.fuse(self.target.states(requests, starts, num_tokens, self.head.taps))
+        states = self.head.step(padded, fused, cache, backend=self.backend)
+        cache.truncate([start + count for start, count in zip(starts, counts, strict=True)])
+        last = torch.tensor(counts, device=states.device) - 1
+        return states[torch.arange(len(requests), device=states.device), last][:, None]

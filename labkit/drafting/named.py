@@ -1,0 +1,102 @@
+"""Drafters by the names that experiments and results use.
+
+``ngram``; ``autoregressive`` or ``block``: the head under ``data/models`` that was trained for the target; a folder: a
+published head. ``+tree`` behind a head's name drafts trees, ``+confidence`` stops where the head is unsure.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from labkit.errors import InputError
+from labkit.paths import DATA
+
+if TYPE_CHECKING:
+    import torch
+
+    from labkit.models.decoder import Decoder
+    from labkit.models.target import ModelTarget
+    from labkit.speculation import Drafter
+
+SHIPPED = ("autoregressive", "block")
+OPTIONS = ("tree", "confidence")
+TREE_TOP_K, TREE_NODES, MIN_CONFIDENCE = 4, 16, 0.4
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Name without its option, and the option or ""."""
+    base, plus, option = name.rpartition("+")
+    return (base, option) if plus and option in OPTIONS else (name, "")
+
+
+def drafter_folder(name: str, target: str) -> Path | None:
+    """Folder of a head's weights; None for a drafter without any.
+
+    Raises InputError: no such drafter, n-gram with an option, or no head was trained for this target.
+    """
+    base, option = split_name(name)
+    if base == "ngram" and not option:
+        return None
+    if base in SHIPPED:
+        folder = DATA / "models" / f"{target}-{base}"
+        if folder.is_dir():
+            return folder
+        raise InputError(
+            f"drafter {base}: no head for target {target} under data/models; wanted a folder (--draft-model)"
+        )
+    if base and Path(base).is_dir():
+        return Path(base)
+    known = f"ngram, {', '.join(SHIPPED)} or a head's folder, with +{' or +'.join(OPTIONS)} behind a head"
+    raise InputError(f"drafter {name!r}: no such name; wanted {known}")
+
+
+def taps_of(folders: list[Path], decoder: Decoder) -> list[int]:
+    """Layers of the target that these heads read. Raises InputError: a head that does not fit the target."""
+    from labkit.drafting.checkpoint import read_checkpoint
+
+    return [tap for folder in folders for tap in read_checkpoint(folder, decoder).taps]
+
+
+def make_drafter(
+    name: str,
+    folder: Path | None,
+    target: ModelTarget | None,
+    *,
+    temperature: float = 0.0,
+    generator: torch.Generator | None = None,
+) -> Drafter:
+    """The drafter of a name. ``target`` may be None where there is no folder.
+
+    Raises InputError: as `labkit.drafting.checkpoint.read_checkpoint`.
+    """
+    from labkit.drafting.autoregressive import AutoregressiveDrafter, AutoregressiveHead
+    from labkit.drafting.block import BlockDrafter, BlockHead
+    from labkit.drafting.checkpoint import read_checkpoint
+    from labkit.drafting.ngram import NgramDrafter
+    from labkit.drafting.tree import TreeShape
+
+    if folder is None or target is None:
+        return NgramDrafter()
+    option = split_name(name)[1]
+    tree = TreeShape(TREE_TOP_K, TREE_NODES) if option == "tree" else None
+    confidence = MIN_CONFIDENCE if option == "confidence" else 0.0
+    checkpoint = read_checkpoint(folder, target.decoder)
+    if checkpoint.layout == "dflash":
+        return BlockDrafter(
+            BlockHead(checkpoint),
+            target,
+            temperature=temperature,
+            min_confidence=confidence,
+            tree=tree,
+            generator=generator,
+        )
+    return AutoregressiveDrafter(
+        AutoregressiveHead(checkpoint),
+        target,
+        backend="triton_split" if target.decoder.device.type == "cuda" else "sdpa",
+        temperature=temperature,
+        min_confidence=confidence,
+        tree=tree,
+        generator=generator,
+    )
