@@ -145,7 +145,8 @@ def test_kernels_within_a_range_of_the_trace():
         kernel("split_kernel", 110, [1, 8, 33]),
         kernel("other", 160, [1, 1, 1]),
     ]
-    assert _within(events, "labkit:a") == [Kernel("split_kernel", 264, 5.0), Kernel("merge_kernel", 512, 5.0)]
+    wanted = [Kernel("split_kernel", 264, 5.0, 110.0), Kernel("merge_kernel", 512, 5.0, 130.0)]
+    assert _within(events, "labkit:a") == wanted
 
 
 def test_grid_of_the_experiment():

@@ -90,24 +90,26 @@ def test_dense_kernels(cuda, q_len):
 @pytest.mark.parametrize("heads", SHAPES)
 @pytest.mark.parametrize("q_len", [9, 16, 17, 32])
 def test_wide_tiles(cuda, heads, q_len, page_size, max_splits):
-    """64 and more rows, where Hopper takes the kernel with the overlapped softmax."""
+    """64 and more rows, where the softmax can overlap on Hopper."""
     for context_len in ((20_000,), (0, 1, 127, 4097)):
         shape = AttentionShape(len(context_len), q_len, context_len, *heads, page_size=page_size)
-        check_all(cuda, ["triton_split"], shape, max_splits=max_splits)
+        check_all(cuda, ["triton_split", "triton_overlapped"], shape, max_splits=max_splits)
 
 
 def test_wide_tiles_in_float16(cuda):
-    check_all(cuda, ["triton_split"], AttentionShape(1, 16, 5000, 64, 8, 128, q_dtype="float16"))
+    shape = AttentionShape(1, 16, 5000, 64, 8, 128, q_dtype="float16")
+    check_all(cuda, ["triton_split", "triton_overlapped"], shape)
 
 
 def test_hopper_takes_the_overlapped_kernel(cuda):
     q, cache = make_inputs(AttentionShape(1, 16, 4096, 64, 8, 128), generator=cuda, device="cuda")
-    call = prepare(q, cache, backend="triton_split")
-    is_hopper = torch.cuda.get_device_capability() == (9, 0)
-    assert ("overlapped" in call.info["resolved_kernel"]) == is_hopper
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs Hopper")
+    call = prepare(q, cache, backend="triton_overlapped")
+    assert "overlapped" in call.info["resolved_kernel"]
     call()
     split, _ = launched_kernels({"call": call})["call"]
-    assert split.name == ("overlapped_split_kernel" if is_hopper else "split_kernel")
+    assert split.name == "overlapped_split_kernel"
 
 
 @pytest.mark.parametrize("kv_dtype", [None, "float8_e4m3fn"])

@@ -43,6 +43,7 @@ _BACKENDS: dict[str, str | Backend] = {
         "sdpa_masked": "backend_sdpa_masked",
         "per_token": "backend_per_token",
         "triton_split": "backend_triton_split",
+        "triton_overlapped": "backend_triton_split",
         "triton_nosplit": "backend_triton_ladder",
         "triton_ladder_split": "backend_triton_ladder",
         "triton_ladder_packed": "backend_triton_ladder",
