@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.labkit-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo tour test lint lab figures soak lock clean
+.PHONY: help env demo tour test lint lab figures soak compat lock clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -45,11 +45,14 @@ test: lint  ## lint, types and tests
 soak: $(STAMP)  ## the long tests
 	$(BIN)/python -m pytest -m soak -rs
 
-lab: $(STAMP)  ## JupyterLab on 127.0.0.1
-	$(BIN)/jupyter lab --ip=127.0.0.1 notebooks
+lab: $(STAMP)  ## JupyterLab on 127.0.0.1, with token and execution times
+	JUPYTER_CONFIG_PATH=$(CURDIR)/jupyter $(BIN)/jupyter lab notebooks
 
 figures: $(STAMP)  ## draw the committed figures again from the committed data
 	$(BIN)/labkit figures
+
+compat:  ## tests on other Python and torch versions (tens of minutes, several GB)
+	$(PYTHON) benchmarks/compatibility.py --table docs/compatibility.md
 
 lock:  ## resolve requirements.lock anew (needs uv)
 	uv pip compile pyproject.toml --extra bench --extra dask --extra replay --extra notebooks --extra dev --universal --python-version 3.11 --generate-hashes --quiet -o requirements.lock

@@ -9,8 +9,9 @@ from typing import Any
 from labkit.errors import InputError
 
 ALIASES = {"k": "num_speculative_tokens"}
-_SIZE = re.compile(r"(\d+)([kKmM]?)")
-_RANGE = re.compile(r"(\d+)\.\.(\d+)")
+MAX_VALUES = 10_000  # of one range
+_SIZE = re.compile(r"(\d{1,15})([kKmM]?)", re.ASCII)
+_RANGE = re.compile(r"(\d{1,15})\.\.(\d{1,15})", re.ASCII)
 
 
 def parse_size(text: str) -> int:
@@ -50,6 +51,8 @@ def _values(name: str, text: str, default: Sequence[Any]) -> list[Any]:
             first, last = int(match[1]), int(match[2])
             if last < first:
                 raise InputError(f"range {text!r} runs backwards")
+            if last - first >= MAX_VALUES:
+                raise InputError(f"range {text!r}: wanted at most {MAX_VALUES} values, got {last - first + 1}")
             return list(range(first, last + 1))
         return [parse_size(text)]
     except ValueError as error:

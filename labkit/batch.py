@@ -1,13 +1,16 @@
-"""Run notebooks in batch: presets, one verdict each, a batch that fails at the end."""
+"""Run notebooks in batch: presets, one verdict each, a report, a batch that fails at the end."""
 
+import fcntl
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from labkit import paths
+from labkit.batch_report import write_report
 from labkit.errors import InputError
 from labkit.notebook_run import Verdict, declared_parameters, run_notebook, write_json
 
@@ -18,6 +21,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "gpu": {"source": "run", "preset": "gpu"},
     "ci": {"source": "run", "preset": "ci"},
 }
+_MOST_WORKERS = 4  # a kernel and its libraries take some 300 MB
 
 
 def preset_parameters(preset: str) -> dict[str, Any]:
@@ -39,13 +43,13 @@ def run_batch(
     timeout_s: float | None = None,
     progress: Callable[[str], None] | None = print,
 ) -> list[Verdict]:
-    """Execute notebooks and judge each one.
+    """Execute notebooks and judge each one; side by side where nothing is timed, else one at a time per device.
 
     notebooks : files to run, in this order; all of ``notebooks/`` when None.
     preset, parameters : parameters of the preset, overridden by ``parameters`` (typed values, as papermill's Python API
         takes them). ``out_dir`` and ``figures_dir`` default to folders inside the batch folder.
     out_dir : batch folder, ``build/batch`` when None. Each notebook gets ``<stem>/<stem>.ipynb``, ``.html`` and
-        ``run.json``.
+        ``run.json``; the batch ``report.html`` (`labkit.batch_report`) and ``batch.json``.
     timeout_s : limit for one cell in seconds; None is no limit.
     progress : takes one line per event; None is silent.
 
@@ -69,17 +73,37 @@ def run_batch(
     batch: dict[str, Any] = {"preset": preset, "notebooks": [source.name for source in sources]}
     write_json(folder / "batch.json", {**batch, "status": "running"})
 
-    verdicts = []
-    with _batch_environment():
-        for number, source in enumerate(sources, start=1):
+    def run(numbered: tuple[int, Path]) -> Verdict:
+        number, source = numbered
+        with _device_lock(values["preset"], say) if timed else nullcontext():
             say(f"[{number}/{len(sources)}] {source.name} started")
-            verdicts.append(run_notebook(source, values, out_dir=folder / source.stem, timeout_s=timeout_s, say=say))
-            say(f"[{number}/{len(sources)}] {verdicts[-1]}")
+            verdict = run_notebook(source, values, out_dir=folder / source.stem, timeout_s=timeout_s, say=say)
+        say(f"[{number}/{len(sources)}] {verdict}")
+        return verdict
+
+    timed = values["source"] == "run"
+    workers = 1 if timed else min(len(sources), os.cpu_count() or 1, _MOST_WORKERS)
+    with _batch_environment(), ThreadPoolExecutor(workers) as pool:
+        verdicts = list(pool.map(run, enumerate(sources, start=1)))
     bad = failed(verdicts)
     batch |= {"status": "failed" if bad else "ok", "verdicts": [asdict(verdict) for verdict in verdicts]}
     write_json(folder / "batch.json", batch)
+    report = write_report(folder, verdicts, preset=preset, figures_dir=Path(values["figures_dir"]))
+    say(f"report: {report}")
     say(f"{len(verdicts) - len(bad)} of {len(verdicts)} notebooks ok" + (f"; failed: {', '.join(bad)}" if bad else ""))
     return verdicts
+
+
+@contextmanager
+def _device_lock(preset: str, say: Callable[[str], None]) -> Iterator[None]:
+    """One timing notebook per device and user, whatever batch it belongs to."""
+    with (paths.cache_dir() / f"batch-{'cuda' if preset == 'gpu' else 'cpu'}.lock").open("w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("waiting for another batch that times on this device")
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
 
 
 @contextmanager

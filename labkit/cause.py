@@ -13,8 +13,7 @@ import pandas as pd
 from labkit.cost import floor_relative_cost
 from labkit.diagnosis import FLAT, HEALTHY, LINEAR
 from labkit.errors import InputError
-from labkit.forward_costs import FREE
-from labkit.shapes import model_shape
+from labkit.shapes import model_shape, model_shapes
 from labkit.step_costs import CELL_KEY, StepCosts, baseline_ms
 
 # Bars of the waterfall, and the stored parts that each is the sum of.
@@ -174,14 +173,14 @@ def breakeven_floor(cells: pd.DataFrame) -> pd.DataFrame:
     """Break-even length if verify read weights and KV cache once (modelled), per context, batch size and k.
 
     Columns context_len, batch_size, num_speculative_tokens, relative_step_cost, origin. Empty where the shape of the
-    target or of the drafter is not known; an n-gram drafter costs nothing, as does a drafter that was not measured.
+    target is not known. A drafter without a known shape (n-grams, heads) counts as free: the floor stays a lower bound.
     """
     keys = ["target", "drafter", "context_len", "batch_size", "num_speculative_tokens", "weight_dtype", "kv_dtype"]
     rows = []
     for row in cells[keys].drop_duplicates().to_dict("records"):
         try:
             model = model_shape(row["target"].removeprefix("random:"))
-            draft_model = None if row["drafter"] in ("ngram", FREE) else model_shape(row["drafter"])
+            draft_model = model_shapes().get(row["drafter"])
             sizes = {name: int(row[name]) for name in keys[2:5]}
             cost = floor_relative_cost(model, draft_model=draft_model, **{n: row[n] for n in keys[5:]}, **sizes)
         except InputError:

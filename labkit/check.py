@@ -1,8 +1,11 @@
 """What stored rows must satisfy. The sweep asks before it stores a point, `labkit check` asks of files."""
 
+import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -10,8 +13,10 @@ import pyarrow.compute as pc
 
 from labkit.acceptance import row_counts
 from labkit.errors import InputError
-from labkit.results import RUN_ID, file_digest, read_sidecar, read_table, run_files
-from labkit.schema import HISTOGRAM, IDENTITY, ORIGIN_ALIASES, REAL, SAMPLE_KEYS, TEXT, arrow_schema, columns
+from labkit.parquet import read_table
+from labkit.provenance import environment_digest
+from labkit.results import RUN_ID, file_digest, read_sidecar, run_files
+from labkit.schema import HISTOGRAM, IDENTITY, ORIGIN_ALIASES, REAL, SAMPLE_KEYS, SERIES, TEXT, arrow_schema, columns
 
 # Parts of a step may miss its wall time by the reading of the clock, not by more.
 PARTS_TOLERANCE, PARTS_TOLERANCE_MS = 0.01, 0.01
@@ -89,7 +94,7 @@ def _values(rows: _Rows, experiment: str) -> _Broken:
                 wrong = [value is not None and value not in allowed for value in values]
                 yield name, np.array(wrong, bool), f"wanted one of {', '.join(column.choices)}"
             yield name, np.array([value == "" for value in values], bool), "is empty; a missing value is null"
-        elif column.type != HISTOGRAM:
+        elif column.type not in (SERIES, HISTOGRAM):
             numbers = rows.numbers(name)
             yield name, ~null & ~np.isfinite(numbers), "is NaN or infinite; a missing value is null"
             if name != "seed":
@@ -166,6 +171,43 @@ def _duplicates(rows: _Rows, experiment: str) -> _Broken:
     yield "sample", rows.table.select(SAMPLE_KEYS[experiment]).to_pandas().duplicated().to_numpy(), "stored twice"
 
 
+# Axes that are stored as they are given; others become something else (``as q``, a context that grows).
+_KEY_AXES = ("arm", "backend", "verify_backend", "decode_backend", "drafter", "target", "batch_size", "prompt_id")
+
+
+def _point_keys(rows: _Rows) -> _Broken:
+    """Columns against the point key, and one version of each backend: a run is one environment."""
+    keys = rows.texts("point_key")
+    wanted = {key: _axes_of_key(key) for key in set(keys) if key}
+    for name in _KEY_AXES:
+        if name in rows.names:
+            values = rows.table[name].to_pylist()
+            pairs = zip(keys, values, strict=True)
+            off = [value is not None and wanted.get(str(key), {}).get(name, value) != value for key, value in pairs]
+            yield name, rows.ok & np.array(off, bool), "is not what the point_key says"
+    versions: dict[str | None, str] = {}
+    both = zip(rows.texts("backend"), rows.texts("backend_digest"), strict=True)
+    mixed = [bool(digest) and versions.setdefault(name, str(digest)) != digest for name, digest in both]
+    yield (
+        "backend_digest",
+        rows.ok & np.array(mixed, bool),
+        "is not that of the backend's other rows: mixed environments",
+    )
+
+
+def _axes_of_key(key: str) -> dict[str, object]:
+    """The axes of a point key (`labkit.plan.point_key`); those that it cannot tell are left out."""
+    decoder, axes, place = json.JSONDecoder(), dict[str, object](), 0
+    try:
+        while place < len(key) and key[place] != "@":
+            name, separator, _ = key[place:].partition("=")
+            axes[name], place = decoder.raw_decode(key, place + len(name) + len(separator))
+            place += key[place : place + 1] == ","
+    except (ValueError, RecursionError):  # no key of ours: there is nothing to compare with
+        return {}
+    return axes
+
+
 def check_table(table: pa.Table, experiment: str) -> list[Finding]:
     """Problems of rows in memory (``file`` is empty).
 
@@ -174,7 +216,7 @@ def check_table(table: pa.Table, experiment: str) -> list[Finding]:
     findings = list(_types(table, experiment))
     typed = {f.name for f in arrow_schema(experiment)} - {finding.field for finding in findings}
     rows = _Rows(table.select([name for name in table.schema.names if name in typed]))
-    rules = [_values(rows, experiment), _counts(rows), _histograms(rows), _times(rows)]
+    rules = [_values(rows, experiment), _counts(rows), _histograms(rows), _times(rows), _point_keys(rows)]
     if typed.issuperset(SAMPLE_KEYS[experiment]):
         rules.append(_duplicates(rows, experiment))
     with np.errstate(invalid="ignore"):
@@ -187,7 +229,7 @@ def check_table(table: pa.Table, experiment: str) -> list[Finding]:
     return findings
 
 
-def _against_sidecar(path: Path, table: pa.Table, sidecar: dict[str, object]) -> Iterator[tuple[int | None, str, str]]:
+def _against_sidecar(path: Path, table: pa.Table, sidecar: dict[str, Any]) -> Iterator[tuple[int | None, str, str]]:
     if file_digest(path) != sidecar["sha256"]:
         yield None, "sha256", "the file is not the one the sidecar was written for"
     if sidecar.get("num_rows") != table.num_rows:
@@ -199,8 +241,25 @@ def _against_sidecar(path: Path, table: pa.Table, sidecar: dict[str, object]) ->
         other = [row for row, value in enumerate(values) if value != sidecar[name]]
         if other:
             yield other[0], name, f"is {values[other[0]]!r}, the sidecar says {sidecar[name]!r}"
+    yield from ((None, field, problem) for field, problem in _sidecar_itself(sidecar, table))
     if path.parent.name != sidecar["gpu"] or path.parent.parent.name != sidecar["experiment"]:
         yield None, "gpu", f"wanted the folder {sidecar['experiment']}/{sidecar['gpu']}"
+
+
+def _sidecar_itself(sidecar: dict[str, Any], table: pa.Table) -> Iterator[tuple[str, str]]:
+    """What the sidecar says of the environment and of its points, against itself and the rows."""
+    provenance, written = sidecar.get("provenance"), sidecar.get("environment_digest")
+    if written is not None:
+        try:
+            wanted = environment_digest(provenance, sidecar.get("code_digest", ""))  # type: ignore[arg-type]
+        except (TypeError, KeyError, AttributeError):
+            wanted = "nothing that can be digested"
+        if wanted != written:
+            yield "environment_digest", f"is {written}, the provenance gives {wanted}: mixed environments"
+    if {"point_key", "status"} <= set(table.schema.names) and isinstance(sidecar.get("counts"), dict):
+        pairs = set(zip(table["point_key"].to_pylist(), table["status"].to_pylist(), strict=True))
+        if (got := dict(Counter(str(status) for _, status in pairs))) != sidecar["counts"]:
+            yield "counts", f"the rows have {got}, the sidecar says {sidecar['counts']}"
 
 
 def _check_file(path: Path) -> Iterator[Finding]:

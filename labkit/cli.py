@@ -40,9 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _one_line(error: Exception) -> str:
+    from labkit.provenance import redact
+
     if isinstance(error, OSError) and error.filename:
-        return f"{error.filename}: {error.strerror}"
-    return " ".join(str(error).split())
+        return redact(f"{error.filename}: {error.strerror}")
+    return redact(" ".join(str(error).split()))
 
 
 _Add = Callable[[str, Callable[[argparse.Namespace], int | None], str], argparse.ArgumentParser]
@@ -84,6 +86,8 @@ def _add_measuring(add: _Add) -> None:
     run.add_argument("--seed", type=int, default=0)
     run.add_argument("--budget", metavar="TIME", help="stop before this is spent, e.g. 20m; the rest can be resumed")
     run.add_argument("--timeout", metavar="TIME", default="10m", help="per point (default 10m)")
+    run.add_argument("--executor", choices=("local", "dask"), default="local", help="dask: one worker per visible GPU")
+    run.add_argument("--scheduler", metavar="ADDRESS|FILE", help="of a running Dask cluster (docs/scale-out.md)")
     run.add_argument("--dry-run", action="store_true", help="cells, minutes and memory, without measuring")
     _json_flag(run)
 
@@ -97,6 +101,25 @@ def _add_measuring(add: _Add) -> None:
     trial.add_argument("--full", action="store_true", help="the full correctness matrix (minutes), with progress")
     _json_flag(trial)
 
+    replay = add("replay", _replay, "identical requests to live engines, interleaved; arms side by side")
+    replay.add_argument("--base-url", nargs="+", default=[], metavar="URL", help="OpenAI-compatible servers")
+    replay.add_argument(
+        "--scene", nargs="+", default=[], metavar="NAME|FILE", help="see data/reference/replay_scenes.csv"
+    )
+    replay.add_argument("--repeats", type=int, default=5)
+    replay.add_argument("--out", type=Path, metavar="DIR", help="where runs are stored (default data/runs)")
+    replay.add_argument("--launch", nargs="+", default=[], metavar="LINE", help="launch line of each server")
+    replay.add_argument("--model", metavar="NAME", help="model name to ask for (default: the one all servers serve)")
+    replay.add_argument("--extra", default="{}", metavar="JSON", help="further fields of every request")
+    replay.add_argument("--gpu", metavar="NAME", help="device of the servers, where it is not this machine's")
+    replay.add_argument("--timeout", metavar="TIME", default="10m", help="per attempt (default 10m)")
+    replay.add_argument("--seed", type=int, default=0)
+    replay.add_argument("--varying", metavar="FIELD", help="the one setting in which the servers are meant to differ")
+    replay.add_argument("--allow", nargs="+", default=[], metavar="FIELD", help="further differences to accept")
+    replay.add_argument("--dry-run", action="store_true", help="how many requests of which length, without sending")
+    replay.add_argument("--rows", nargs="+", type=Path, metavar="PATH", help="only report on stored runs")
+    _json_flag(replay)
+
 
 def _add_reading(add: _Add) -> None:
     check = add("check", _check, "validate stored runs")
@@ -109,6 +132,7 @@ def _add_reading(add: _Add) -> None:
     lengths.add_argument("--acceptance", nargs="+", type=Path, metavar="PATH", help="acceptance runs")
     lengths.add_argument("--acceptance-length", metavar="X[,LOW,HIGH]", help="imposed mean acceptance length")
     breakeven.add_argument("--acceptance-from", metavar="MODEL", help="borrow another target's acceptance")
+    breakeven.add_argument("--out", type=Path, metavar="F", help="also write the table: .tex, .html, .csv or .parquet")
     breakeven.add_argument("--baseline", default="fastest", help="fastest, same, or a decode backend")
     _json_flag(breakeven)
 
@@ -145,10 +169,12 @@ def _add_reading(add: _Add) -> None:
     )
     importer.add_argument("--engine", default="auto", help="auto, sglang, vllm, llamacpp, trtllm, or a load tool")
     importer.add_argument(
-        "--out", type=Path, metavar="DIR", help="also write DIR/import.jsonl, of traces DIR/steps.jsonl"
+        "--out", type=Path, metavar="DIR", help="also write DIR/import.parquet, of traces DIR/steps.parquet"
     )
     _json_flag(importer)
-    diagnoser.add_argument("file", nargs="?", metavar="LOG|TRACE", help="a server's log or a trace; - is stdin")
+    diagnoser.add_argument(
+        "file", nargs="?", metavar="LOG|TRACE|RUN", help="a server's log, a trace, attention runs; - is stdin"
+    )
     diagnoser.add_argument("--base-url", metavar="URL", help="also read the running server's info and metrics pages")
     diagnoser.add_argument("--launch", metavar="LINE", help="check a launch line instead of a log")
     diagnoser.add_argument("--recipe", metavar="NAME", help="print (never run) all-reject, k-sweep or backend-ab")
@@ -170,8 +196,27 @@ def _add_publishing(add: _Add) -> None:
     demo.add_argument("--preset", default="auto", help="cpu, gpu, ci or auto")
     demo.add_argument("--out", type=Path, default=Path("build/demo"), metavar="DIR")
 
+    figure = add(
+        "figure", _figure, "one figure of any runs: breakeven, speedup, attention, over_floor, ladder, acceptance, step"
+    )
+    figure.add_argument("figure", metavar="NAME", help="which figure")
+    figure.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="runs or folders (default: data/runs)")
+    figure.add_argument("--out", type=Path, required=True, metavar="F", help=".svg, .pdf, .png; .html: a page to send")
+    figure.add_argument("--width", default="text", help="column (3.4 in), text (7 in) or inches")
+    figure.add_argument("--label", nargs="+", action="extend", default=[], metavar="NAME=TEXT", help="display names")
+    figure.add_argument("--where", nargs="+", action="extend", default=[], metavar="COLUMN=V,..", help="rows to draw")
+    figure.add_argument("--acceptance-length", metavar="X[,LOW,HIGH]", help="imposed, instead of stored acceptance")
+
     figures = add("figures", _figures, "draw the committed figures from the committed data")
     figures.add_argument("--stale", action="store_true", help="only list figures whose data or code changed")
+
+    bundle = add("bundle", _bundle, "a zip with rows, requests, versions and the claim that they carry")
+    bundle.add_argument("names", nargs="+", metavar="RUN|FIGURE", help="run files, folders of runs, or figures by name")
+    bundle.add_argument("--out", type=Path, required=True, metavar="B.zip")
+    bundle.add_argument("--anonymous", action="store_true", help="without commits, times, commands and launch lines")
+    reproduce = add("reproduce", _reproduce, "compare a bundle's claims with rows of your own")
+    reproduce.add_argument("bundle", type=Path, metavar="B.zip")
+    reproduce.add_argument("--rows", nargs="+", type=Path, default=[], metavar="PATH", help="your runs")
 
 
 def _json_flag(parser: argparse.ArgumentParser) -> None:
@@ -201,6 +246,12 @@ def _try(arguments: argparse.Namespace) -> int:
     return trial.run_from_arguments(arguments)
 
 
+def _replay(arguments: argparse.Namespace) -> int:
+    from labkit.replay.command import run_from_arguments
+
+    return run_from_arguments(arguments)
+
+
 def _check(arguments: argparse.Namespace) -> int:
     from labkit.check import check_run
 
@@ -221,6 +272,10 @@ def _breakeven(arguments: argparse.Namespace) -> None:
         baseline=arguments.baseline,
     )
     print(result.to_json() if arguments.json else render(result))
+    if arguments.out:
+        from labkit.tables import write_table
+
+        write_table(result, arguments.out)
 
 
 def _best_k(arguments: argparse.Namespace) -> None:
@@ -288,6 +343,26 @@ def _demo(arguments: argparse.Namespace) -> int:
     from labkit.tour import demo
 
     return demo(arguments.out, preset=arguments.preset)
+
+
+def _figure(arguments: argparse.Namespace) -> None:
+    from labkit.named_figures import run_from_arguments
+
+    run_from_arguments(arguments)
+
+
+def _bundle(arguments: argparse.Namespace) -> None:
+    from labkit.bundle import bundle
+
+    print(bundle(arguments.names, arguments.out, anonymous=arguments.anonymous))
+
+
+def _reproduce(arguments: argparse.Namespace) -> int:
+    from labkit.bundle import reproduce
+
+    text, met = reproduce(arguments.bundle, arguments.rows)
+    print(text)
+    return 0 if met else FINDING
 
 
 def _figures(arguments: argparse.Namespace) -> int:

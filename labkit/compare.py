@@ -18,6 +18,7 @@ import pandas as pd
 from labkit.engines.roles import version_key
 from labkit.engines.tables import read_table
 from labkit.errors import InputError
+from labkit.quality import SPREAD, kinds
 from labkit.ratios import MATCHED, ONE_LAUNCH, ratio_table, time_column
 from labkit.rows import distinct, json_value
 
@@ -225,8 +226,8 @@ class _Sorter:
             return "incidental", "differs between any two runs or follows from other fields"
         if last in ("commit", "dirty") and self.same_code:
             return "incidental", "the measuring code is the same"
-        if last == "quality" and {*a, *b} <= {"ok", "unstable"}:
-            return "incidental", "spread of the samples, which the interval holds"
+        if last == "quality" and _doubts(a) == _doubts(b):
+            return "incidental", "spread of the samples, which the interval holds, or the same doubts on both sides"
         if _covers("calibration", field):
             if not any(_covers(rate, field) for rate in CALIBRATED_RATES):
                 return "incidental", "measured anew, no rate"
@@ -301,6 +302,10 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def _row_fields(rows: pd.DataFrame) -> dict[str, list[Any]]:
     ok = rows[rows["status"] == "ok"] if "status" in rows else rows
     return {f"rows.{name}": distinct(ok, name) for name in ROW_FIELDS if name in ok and ok[name].notna().any()}
+
+
+def _doubts(values: Sequence[str]) -> set[str]:
+    return {kind for value in values for kind in kinds(value)} - {"ok", *SPREAD}
 
 
 def _covers(name: str, field: str) -> bool:

@@ -10,12 +10,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing.connection import Connection, Pipe
-from typing import Any
+from typing import Any, Protocol
 
 from labkit.errors import InputError
 from labkit.provenance import redact, utc_now
 from labkit.worker import measure_group, measure_point, resolve
 
+CLOCK_JUMP_S = 2.0
 START_TIMEOUT_S = 600.0  # importing torch on a cold network disk
 
 Point = dict[str, Any]
@@ -34,11 +35,72 @@ def function_name(measure: str | Callable[..., Any]) -> str:
         return measure
     module, name = measure.__module__, measure.__qualname__
     if module == "__main__" or "<" in name or "." in name:
-        raise InputError(f"measure: wanted a function of an importable module, got {module}:{name}; or worker=False")
+        raise InputError(
+            f"measure: wanted a function of an importable module, got {module}:{name}; or executor='in-process'"
+        )
     return f"{module}:{name}"
 
 
-class InProcess:
+class Executor(Protocol):
+    """Who measures. `labkit.executor_dask` has one for many devices."""
+
+    def call(self, function: str, argument: Any, timeout_s: float) -> Outcome:
+        """``function(argument)`` as an outcome."""
+
+    def outcomes(
+        self, batches: Iterable[Batch], timeout_s: float, local: Mapping[str, Any]
+    ) -> Iterator[tuple[str, Outcome]]:
+        """The key of each point and what came of it, as they come; whole batches at once.
+
+        local : what the measuring function gets beside each point.
+        """
+
+    def close(self) -> None:
+        """End what was started."""
+
+
+class _Sequential:
+    """One batch after the other."""
+
+    def prepare(self) -> None:
+        """Have someone who can measure."""
+        raise NotImplementedError
+
+    def measure(self, points: list[Point], timeout_s: float) -> list[Outcome]:
+        """One outcome per point of a batch; ``timeout_s`` is per point."""
+        raise NotImplementedError
+
+    def outcomes(
+        self, batches: Iterable[Batch], timeout_s: float, local: Mapping[str, Any]
+    ) -> Iterator[tuple[str, Outcome]]:
+        """See `Executor.outcomes`."""
+        for batch in batches:
+            yield from self.measure_batch(batch, timeout_s, local)
+
+    def measure_batch(self, batch: Batch, timeout_s: float, local: Mapping[str, Any]) -> list[tuple[str, Outcome]]:
+        """Measure one batch; the seconds of a group are shared out evenly."""
+        self.prepare()
+        started, begin, wall = utc_now(), time.monotonic(), time.time()
+        found = self.measure([{**point, **local} for _, point in batch], timeout_s)
+        elapsed = time.monotonic() - begin
+        jump = time.time() - wall - elapsed
+        times = {"started": started, "seconds": round(elapsed / len(batch), 6)}
+        return [(key, _after_jump(outcome, jump) | times) for (key, _), outcome in zip(batch, found, strict=True)]
+
+
+def _after_jump(outcome: Outcome, jump_s: float) -> Outcome:
+    """Samples taken while the wall clock was set or the machine slept are marked: they were timed by another clock."""
+    if outcome["status"] != "ok" or abs(jump_s) < CLOCK_JUMP_S:
+        return outcome
+    note, usual = f"clock jumped ({jump_s:+.0f} s)", outcome["fields"].get("quality")
+    marked = []
+    for sample in outcome["samples"]:
+        known = sample.get("quality", usual)
+        marked.append({**sample, "quality": note if known in (None, "ok") else f"{known}; {note}"})
+    return {**outcome, "samples": marked}
+
+
+class InProcess(_Sequential):
     """Calls the function here. For tests and debugging: a crash ends the sweep, and no time limit is kept."""
 
     def __init__(self, measure: str | Callable[..., Any]):
@@ -60,7 +122,7 @@ class InProcess:
         """Nothing to end."""
 
 
-class WorkerProcess:
+class WorkerProcess(_Sequential):
     """Calls the function in one child process that stays alive, so that models stay loaded.
 
     The child is killed and started anew after a hang, and started anew after a crash or a broken device.
@@ -171,19 +233,3 @@ class WorkerProcess:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         self._pipe.close()
-
-
-def outcomes(
-    runner: InProcess | WorkerProcess, batches: Iterable[Batch], timeout_s: float, local: Mapping[str, Any]
-) -> Iterator[tuple[str, Outcome]]:
-    """The key of each point and what came of it, batch by batch; the seconds of a group are shared out evenly.
-
-    local : what the measuring function gets beside each point.
-    """
-    for batch in batches:
-        runner.prepare()
-        started, begin = utc_now(), time.monotonic()
-        found = runner.measure([{**point, **local} for _, point in batch], timeout_s)
-        seconds = round((time.monotonic() - begin) / len(batch), 6)
-        for (key, _), outcome in zip(batch, found, strict=True):
-            yield key, {**outcome, "started": started, "seconds": seconds}

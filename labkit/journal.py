@@ -25,8 +25,13 @@ from labkit.schema import FINAL_STATUSES, SCHEMA_VERSION, columns
 # Columns that a sweep fills in; neither a point nor what was measured may name them.
 RESERVED = ("run_id", "experiment", "status", "reason", "gpu", "point_key")
 _POINTS_PER_ROW_GROUP = 5000
+MAX_LINE_BYTES = 16 << 20  # far above any point; a longer line would have to be held in memory to be judged
 # What a line of each kind must have to be read.
-_FIELDS = {"header": ("run_id",), "session": ("started",), "point": ("point_key", "point", "status", "seconds")}
+_FIELDS: dict[str, dict[str, Any]] = {
+    "header": {"run_id": str},
+    "session": {"started": str},
+    "point": {"point_key": str, "point": dict, "status": str, "seconds": (int, float)},
+}
 
 
 @dataclass(frozen=True)
@@ -47,29 +52,42 @@ def _line(record: dict[str, Any]) -> bytes:
 
 def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
-        record = json.loads(line)
-        if record["kind"] in _FIELDS and all(name in record for name in _FIELDS[record["kind"]]):
+        record = json.loads(line.decode())  # of bytes, json guesses the encoding
+        wanted = _FIELDS[record["kind"]]
+        if all(isinstance(record[name], kind) for name, kind in wanted.items()):
             return record
-        problem = f"kind {record['kind']!r} with {', '.join(record)}"
+        problem = f"kind {record['kind']!r} with another type of {', '.join(wanted)}"
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         problem = f"{type(error).__name__}: {error}"
+    raise _corrupt(path, number, problem)
+
+
+def _corrupt(path: Path, number: int, problem: str) -> InputError:
     wanted = "wanted a JSON line of a journal (--no-resume starts a new run)"
-    raise InputError(f"{path}, line {number}: {wanted}, got {problem}")
+    return InputError(f"{path}, line {number}: {wanted}, got {problem}")
+
+
+def _whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Number from 1 and bytes of each line; a torn last line is left out. Raises InputError: a line is too long."""
+    with open(path, "rb") as file:
+        for number in itertools.count(1):
+            line = file.readline(MAX_LINE_BYTES)
+            if not line.endswith(b"\n"):
+                if len(line) == MAX_LINE_BYTES:
+                    raise _corrupt(path, number, f"more than {MAX_LINE_BYTES >> 20} MiB")
+                return
+            yield number, line
 
 
 def read_header(path: Path) -> dict[str, Any] | None:
     """The header of a journal, or None where the process died before it was whole."""
-    with open(path, "rb") as file:
-        line = file.readline()
-    return _parse(path, 1, line) if line.endswith(b"\n") else None
+    return next((_parse(path, number, line) for number, line in _whole_lines(path)), None)
 
 
 def check_journal(path: Path) -> None:
     """Raise InputError for a line that a sweep could not read; a torn last line is none."""
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.endswith(b"\n"):
-                _parse(path, number, line)
+    for number, line in _whole_lines(path):
+        _parse(path, number, line)
 
 
 class Journal:
@@ -97,13 +115,11 @@ class Journal:
     def read(self) -> None:
         """Index the lines, and cut a last line that a killed process left torn."""
         self.attempts, self.sessions, self._size = {}, [], 0
-        with open(self.path, "rb") as file:
-            for number, line in enumerate(file, 1):
-                if not line.endswith(b"\n"):
-                    os.ftruncate(self._handle, self._size)
-                    break
-                self._index(_parse(self.path, number, line), self._size)
-                self._size += len(line)
+        for number, line in _whole_lines(self.path):
+            self._index(_parse(self.path, number, line), self._size)
+            self._size += len(line)
+        if self._size < self.path.stat().st_size:
+            os.ftruncate(self._handle, self._size)
 
     def _index(self, record: dict[str, Any], offset: int) -> None:
         if record["kind"] == "header":
@@ -147,7 +163,7 @@ class Journal:
         with open(self.path, "rb") as file:
             for attempt in sorted(self.attempts.values(), key=lambda attempt: attempt.offset):
                 file.seek(attempt.offset)
-                yield json.loads(file.readline())
+                yield json.loads(file.readline().decode())
 
     def close(self) -> None:
         """Close the file and with it the lock."""
@@ -208,9 +224,11 @@ def rows_table(header: dict[str, Any], records: Iterable[dict[str, Any]]) -> pa.
         base |= {"run_id": header["run_id"], "experiment": header["experiment"], "gpu": header["gpu"]}
         base |= {"point_key": record["point_key"], "status": record["status"], "reason": record.get("reason")}
         if record["status"] == "ok":
+            measured.add("sample")
             samples = [{"sample": index, **sample} for index, sample in enumerate(samples)]
         for name in names:
-            values[name] += [sample.get(name, base.get(name)) for sample in samples]
+            usual = base.get(name)
+            values[name] += [s.get(name, usual) for s in samples] if name in measured else [usual] * len(samples)
     return build_table(header["experiment"], values)
 
 

@@ -131,6 +131,7 @@ class _Note:
 
     texts: tuple[Text, ...]
     stretch: tuple[float, float, float] | None
+    leader: Line2D | None = None
 
 
 class Notes(_Placed):
@@ -149,12 +150,19 @@ class Notes(_Placed):
         *,
         stretch: tuple[float, float, float] | None = None,
         size: float = NOTE_SIZE,
+        leader: bool = False,
     ) -> None:
-        """Add a note of (text, colour) lines near the vertical ``stretch`` (x, low, high; data), or anywhere."""
+        """Add a note of (text, colour) lines near the vertical ``stretch`` (x, low, high; data), or anywhere.
+
+        ``leader`` joins the note to the middle of its stretch by a thin line.
+        """
         texts = [self._new_text(line, color, size, "bottom") for line, color in lines]
         for text in texts:
             text.set_bbox({"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.5})
-        self.notes.append(_Note(tuple(texts), stretch))
+        line = Line2D([], [], color=lines[0][1], linewidth=0.5, alpha=0.8, transform=IdentityTransform())
+        line.set_figure(self.host.figure)
+        self.leaders += [line] if leader else []
+        self.notes.append(_Note(tuple(texts), stretch, line if leader else None))
 
     def place(self, renderer: RendererBase) -> None:
         """Choose a place for every note in turn, in display coordinates."""
@@ -174,6 +182,12 @@ class Notes(_Placed):
             for index, text in enumerate(note.texts):
                 text.set_position((best.x0, best.y1 - (index + 1) * line))
             placed.append(best)
+            if note.leader is not None and note.stretch is not None:
+                x, low, high = note.stretch
+                at, end = self.host.transData.transform([(x, low), (x, high)])
+                middle = (at + end) / 2
+                edge = np.clip(middle, (best.x0, best.y0), (best.x1, best.y1))
+                note.leader.set_data([edge[0], middle[0]], [edge[1], middle[1]])
 
     def _candidates(self, note: _Note, width: float, height: float, pixel: float) -> list[Bbox]:
         frame, gap = self.host.bbox, 3.0 * pixel

@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
+from labkit import paths
 from labkit.breakeven import Breakeven, breakeven
 from labkit.errors import InputError
 from labkit.figures import SavedFigure, save_figure
@@ -53,7 +54,7 @@ class Session:
             result = module.run(self.preset, out_dir=Path(self.out_dir) if self.out_dir else None)
             found = find_runs(experiment, result.path, *result.earlier)
         else:
-            found = _one_device(find_runs(experiment, *filter(None, [self.data_dir])), self.preset)
+            found = one_device(find_runs(experiment, *filter(None, [self.data_dir])), self.preset)
         self.used.extend(run.path for run in found if run.path not in self.used)
         print(f"{experiment}: {len(found)} run(s) on {found[0].sidecar['gpu']}, {self.source}")
         return found
@@ -106,6 +107,21 @@ class Session:
         """Save ``fig`` under ``figures_dir`` when there is one; the last line of a cell then shows what was saved."""
         return save_figure(fig, name, self.used, out_dir=self.figures_dir) if self.figures_dir else fig
 
+    def explore(self) -> Any:
+        """The explorer over the stored runs of every device: a widget, or in batch its first picture."""
+        from labkit.explorer import explore
+
+        folder = self.out_dir if self.source == "run" else self.data_dir
+        shown = explore(folder, out_dir=self.figures_dir)
+        return self.show(shown, "09_explorer") if isinstance(shown, Figure) else shown
+
+    def page(self, result: Breakeven) -> str:
+        """Write the verdicts as a page to send (`labkit.page`) beside the figures; returns where it is."""
+        from labkit.page import write_page
+
+        path = Path(self.figures_dir or paths.BUILD / "explorer") / "09_explorer.html"
+        return f"page: {write_page(result, path, runs=tuple(run.stem for run in self.used))}"
+
     def measured(self, make: Callable[..., Any], *args: Any, name: str = "", **options: Any) -> Any:
         """``make(...)``, shown as figure ``name`` if it has one; where its rows are missing, one sentence instead."""
         try:
@@ -126,8 +142,8 @@ def _one_place(rows: pd.DataFrame, acceptance: pd.DataFrame, widest: str | None)
     return rows[(rows["gpu"] == best["gpu"]) & (rows["target"] == best["target"])]
 
 
-def _one_device(runs: list[StoredRun], preset: str) -> list[StoredRun]:
+def one_device(runs: list[StoredRun], preset: str | None = None) -> list[StoredRun]:
     """The runs of the device of the newest run, of the kind that ``preset`` names if there is one."""
-    kind = [run for run in runs if run.sidecar["gpu"].startswith("cpu-") != (preset == "gpu")] or runs
-    device = max(kind, key=lambda run: run.sidecar["run_id"]).sidecar["gpu"]
+    kind = [run for run in runs if run.sidecar["gpu"].startswith("cpu-") != (preset == "gpu")] if preset else runs
+    device = max(kind or runs, key=lambda run: run.sidecar["run_id"]).sidecar["gpu"]
     return [run for run in runs if run.sidecar["gpu"] == device]

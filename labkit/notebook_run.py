@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit.paths import write_whole
+from labkit.provenance import redact, redacted
 
 STATUSES = ("ok", "cell-error", "timeout", "kernel-died")
 _TAIL_CHARACTERS = 2000
@@ -98,6 +99,8 @@ def run_notebook(
             outcome = _judge(error, executed)
     outcome["seconds"] = round(time.perf_counter() - start, 2)
     outcome["executed"] = f"{source.stem}/{source.name}" if executed.exists() else ""
+    if executed.exists():  # outputs and papermill's notes hold paths and whatever a cell printed
+        write_whole(executed, json.dumps(redacted(json.loads(executed.read_text("utf-8"))), indent=1).encode() + b"\n")
     try:
         export_html(executed, executed.with_suffix(".html"))
         outcome["html"] = f"{source.stem}/{source.stem}.html"
@@ -127,8 +130,8 @@ def export_html(executed: Path, html: Path) -> None:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write JSON so that a reader sees the old file or the new one, never half of one."""
-    write_whole(path, json.dumps(content, indent=1, sort_keys=True).encode() + b"\n")
+    """Write redacted JSON so that a reader sees the old file or the new one, never half of one."""
+    write_whole(path, json.dumps(redacted(content), indent=1, sort_keys=True).encode() + b"\n")
 
 
 def declared_parameters(source: Path) -> set[str]:
@@ -202,7 +205,7 @@ class _Lines:
         """Take a piece of output."""
         *lines, self.rest = (self.rest + text).split("\n")
         for line in lines:
-            self.say(self.prefix + line)
+            self.say(self.prefix + redact(line))
 
     def flush(self) -> None:
         """Do nothing: a line goes out when it is complete."""

@@ -197,5 +197,5 @@ def _legend(figure: Figure, cells: pd.DataFrame) -> None:
         entries.append((Line2D([], [], **acceptance, markerfacecolor="white"), "borrowed acceptance length"))
     if (cells["origin"] == "modelled").any():
         entries.append((Line2D([], [], color=INK, linewidth=1.4, linestyle=(0, (4.0, 1.8))), "modelled"))
-    entries.append((Patch(facecolor="0.55", alpha=0.3, linewidth=0), "undecided (95 %)"))
+    entries.append((Patch(facecolor="none", edgecolor="0.45", hatch="/////", linewidth=0), "undecided (95 %)"))
     add_legend(figure, entries)

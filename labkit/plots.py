@@ -39,8 +39,8 @@ _MOST_NOTES = 3
 _ACCEPTANCE_MARKERS = ("D", "^", "v", "P", "X", "<", ">", "h")
 _GUIDE: dict[str, Any] = {"gid": "guide", "zorder": 1.5}
 _DOTTED = (0, (1.0, 1.4))
-# A crossing that is drawn: its workload, its backend's colour, the crossing, and (x, low, high) of its drop line.
-_Drawn = tuple[str, str, Mapping[str, Any], tuple[float, float, float]]
+# A crossing that is drawn: its backend, workload, colour, the crossing, and (x, low, high) of its drop line.
+_Drawn = tuple[str, str, str, Mapping[str, Any], tuple[float, float, float]]
 
 
 @styled
@@ -101,7 +101,8 @@ def plot_breakeven(
     for name, curve in curves.items():
         part = cells[cells[hue] == name]
         _shade_undecided(ax, part, curve, styles[name].color)
-        found += _draw_crossings(ax, matching_curves(crossovers, part), styles[name].color)
+        drawn = _draw_crossings(ax, matching_curves(crossovers, part), styles[name].color)
+        found += [((labels or {}).get(name, name), *crossing) for crossing in drawn]
     _note_crossings(ax, found, cells, labels)
     _draw_acceptance(ax, cells, labels, ends)
     for level, name in enumerate(off_scale):
@@ -217,6 +218,10 @@ def _draw_acceptance(ax: Axes, cells: pd.DataFrame, labels: Mapping[str, str] | 
         fine, (middle,) = interpolate(x, rows, [column])
         if origin.note in ("imposed", "published", "cited"):
             ax.plot(fine, middle, color=INK, linewidth=1.0, linestyle=origin.linestyle)
+            for end in ("low", "high"):
+                if (rows[f"{column}_{end}"] != rows[column]).any():
+                    bound = interpolate(x, rows, [f"{column}_{end}"])[1][0]
+                    ax.plot(fine, bound, color=INK, linewidth=0.5, linestyle=_DOTTED, **_GUIDE)
             ends.add(x[-1], y[-1], f"{origin.note} {y[-1]:.3g}", color=INK)
             continue
         ax.plot(fine, middle, color=INK, linewidth=0.7, zorder=2.2)
@@ -234,12 +239,16 @@ def _shade_undecided(ax: Axes, cells: pd.DataFrame, curve: pd.DataFrame, color: 
         for low, high in undecided_spans(*columns):
             x = np.geomspace(low / 1.01, high * 1.01, 32)
             top = np.minimum(value_at(x, curve, "relative_step_cost"), ceiling)
-            ax.fill_between(x, ax.get_ylim()[0], top, color=color, alpha=0.13, linewidth=0, zorder=0.8)
+            # Hatched, so that it differs from the bands without colour too.
+            look: dict[str, Any] = {"facecolor": "none", "edgecolor": color, "hatch": "/////", "linewidth": 0}
+            ax.fill_between(x, ax.get_ylim()[0], top, alpha=0.45, zorder=0.8, **look)
 
 
-def _draw_crossings(ax: Axes, curves: Sequence[tuple[Mapping[str, Any], pd.DataFrame]], color: str) -> list[_Drawn]:
+def _draw_crossings(
+    ax: Axes, curves: Sequence[tuple[Mapping[str, Any], pd.DataFrame]], color: str
+) -> list[tuple[str, str, Mapping[str, Any], tuple[float, float, float]]]:
     """Drop lines of one backend."""
-    found: list[_Drawn] = []
+    found = []
     for curve, rows in curves:
         for crossing in curve["crossovers"]:
             x, bottom = crossing["context_len"], ax.get_ylim()[0]
@@ -255,13 +264,16 @@ def _note_crossings(ax: Axes, found: Sequence[_Drawn], cells: pd.DataFrame, labe
     limits = (cells["context_len"].min(), cells["context_len"].max())
     notes = Notes(ax)
     if len(found) <= _MOST_NOTES:
-        for _, color, crossing, stretch in found:
+        for _, _, color, crossing, stretch in found:
             notes.add([(crossing_text(crossing, limits), color)], stretch=stretch)
         return
-    lines = [(f"{display_name(name, labels)}: {crossing_text(at, limits)}", color) for name, color, at, _ in found]
-    for start in ("pays up to ", "pays from "):
-        if all(f": {start}" in line for line, _ in lines):
-            lines = [(start.strip(), INK), *((line.replace(start, ""), color) for line, color in lines)]
+    lines: list[tuple[str, str]] = []
+    for backend, group in itertools.groupby(found, key=lambda drawn: drawn[0]):
+        drawn = [(name, color, crossing_text(at, limits)) for _, name, color, at, _ in group]
+        starts = [start for start in ("pays up to ", "pays from ") if all(text.startswith(start) for *_, text in drawn)]
+        start = starts[0] if starts else ""
+        lines.append((f"{backend} {start}".strip(), drawn[0][1]))
+        lines += [(f"  {display_name(name, labels)} {text.removeprefix(start)}", color) for name, color, text in drawn]
     notes.add(lines, size=6.0)
 
 

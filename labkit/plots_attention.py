@@ -239,19 +239,23 @@ def _tag_kernels(segments: list[pd.DataFrame], column: str, style: SeriesStyle, 
         left, right = before.iloc[-1], after.iloc[0]
         x = float(np.sqrt(left["context_len"] * right["context_len"]))
         low, high = sorted((left[column], right[column]))
-        notes.add([(_change_of_kernel(str(left["kernel"]), str(right["kernel"])), style.color)], stretch=(x, low, high))
+        notes.add(
+            [(_change_of_kernel(str(left["kernel"]), str(right["kernel"])), style.color)],
+            stretch=(x, low, high),
+            size=6.0,
+            leader=True,
+        )
 
 
 def _change_of_kernel(before: str, after: str) -> str:
-    """``unsplit | split merge_kernel``: only the words in which two kernel names differ, without template digits."""
-    words = [re.findall(r"[\w#]+", name) for name in (before, after)]
-    shown = []
-    for own, other in (words, words[::-1]):
-        differing = dict.fromkeys(word.split("#")[0] for word in own if word not in other)
-        new = [word for word in differing if word not in {w.split("#")[0] for w in other}] or list(differing)
-        text = " ".join(new)
-        shown.append(text if len(text) <= 26 else text[:25] + "…")
-    return " | ".join(shown)
+    """``keys split``, ``keys no longer split``, else the word of the new kernel that the old one lacks."""
+    for sign in (r"(?<!un)split", "merge|combine|reduce"):
+        splits = [bool(re.search(sign, name, re.IGNORECASE)) for name in (before, after)]
+        if splits[0] != splits[1]:
+            return "keys split" if splits[1] else "keys no longer split"
+    known = set(re.findall(r"[\w#]+", before))
+    new = [word.split("#")[0] for word in re.findall(r"[\w#]+", after) if word not in known] or ["another kernel"]
+    return new[0] if len(new[0]) <= 18 else new[0][:17] + "…"
 
 
 def _with_slope(name: str, slope: float) -> str:

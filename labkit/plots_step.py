@@ -185,7 +185,7 @@ def _draw_pair(ax: Axes, place: int, parts: dict[str, dict[str, float]]) -> set[
         for name, color in COMPONENTS.items():
             height = own.get(name, 0.0)
             if known and height > 0:
-                ax.bar(x, height, 0.36, bottom=bottom, color=color, linewidth=0)
+                ax.bar(x, height, 0.36, bottom=bottom, color=color, edgecolor="white", linewidth=0.4)
                 bottom += height
                 drawn.add(name)
         # Parts that exceed the total overlap the hatch; either way its ends are the sum and the measured time.

@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
+from labkit.provenance import redact
+
 _BAR = "{desc} {n_fmt}/{total_fmt} {bar} {elapsed} eta {remaining}"
 _LINE = "{desc} {n_fmt}/{total_fmt} {elapsed} eta {remaining}"
 
@@ -38,8 +40,8 @@ def in_notebook() -> bool:
 
 
 def say(text: str) -> None:
-    """One line for the user, beside any bar. Standard output stays free for results, except in a notebook."""
-    tqdm.write(text, file=sys.stdout if in_notebook() else sys.stderr)
+    """One line for the user, redacted, beside any bar. Standard output stays free for results, except in a notebook."""
+    tqdm.write(redact(text), file=sys.stdout if in_notebook() else sys.stderr)
 
 
 def progress(total: int, label: str = "sweep", *, initial: int = 0, every_s: float = 10.0) -> Progress:

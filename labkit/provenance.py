@@ -12,7 +12,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,10 @@ _SECRETS = (
     re.compile(r"(?i)(--[\w-]*(?:key|token|secret|password)[= ]\s*)[^\s\"']+"),
     re.compile(r"(?i)((?:api[_-]?key|token|secret|password)[\"']?\s*[=:]\s*[\"']?)[^\s,;&\"']+"),
     re.compile(r"(://)[^/\s:@]+(?::[^/\s@]+)?(?=@)"),
+    re.compile(r"()\beyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]*"),  # a JSON web token
 )
+_KNOWN_TEXTS = 10_000  # kept by a redactor: most texts of a table come again and again
+_SECRET_VARIABLE = re.compile(r"(?i)(key|token|secret|passw(or)?d|credentials?)$")
 
 
 def utc_now() -> str:
@@ -78,31 +81,80 @@ def slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "unknown"
 
 
-def _home_patterns() -> list[tuple[re.Pattern[str], str]]:
-    homes = {str(Path.home()), os.environ.get("HOME", "")} - {"", "/"}
-    patterns = [(re.compile(re.escape(home.rstrip("/")) + r"(?![\w.-])"), "~") for home in sorted(homes)]
-    return [*patterns, (re.compile(r"(?<![\w.])/(home|Users)/[^/\s\"':]+"), "~")]
+def _homes() -> frozenset[str]:
+    return frozenset({str(Path.home()), os.environ.get("HOME", "")} - {"", "/"})
 
 
-def _own_names() -> dict[str, str]:
+def _own_names() -> frozenset[tuple[str, str]]:
     try:
         user = getpass.getuser()
     except (OSError, KeyError):  # an account without a name
         user = ""
     host = socket.gethostname()
     names = {user: "<user>", host: "<host>", host.split(".")[0]: "<host>"}
-    return {name: mark for name, mark in names.items() if len(name) > 2 and name.lower() not in _COMMON_NAMES}
+    return frozenset(
+        (name, mark) for name, mark in names.items() if len(name) > 2 and name.lower() not in _COMMON_NAMES
+    )
+
+
+def _own_secrets() -> frozenset[str]:
+    """Values of variables that are named like secrets; a short one would also be found in ordinary text."""
+    named = {value for name, value in os.environ.items() if _SECRET_VARIABLE.search(name)}
+    return frozenset(v for v in named if len(v) >= 12 or (len(v) >= 8 and not v.isalpha() and not v.isdigit()))
+
+
+@functools.lru_cache(maxsize=8)
+def _rules(
+    homes: frozenset[str], names: frozenset[tuple[str, str]], secrets: frozenset[str]
+) -> list[tuple[re.Pattern[str], str]]:
+    rules = [(re.compile(re.escape(value)), "<secret>") for value in sorted(secrets, key=len, reverse=True)]
+    rules += [(pattern, r"\1<secret>") for pattern in _SECRETS]
+    rules += [(re.compile(re.escape(home.rstrip("/")) + r"(?![\w.-])"), "~") for home in sorted(homes)]
+    rules.append((re.compile(r"(?<![\w.])/(home|Users)/[^/\s\"':]+"), "~"))
+    for name, mark in sorted(names):
+        rules.append((re.compile(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])"), mark))
+    return rules
 
 
 def redact(text: str) -> str:
     """``text`` without home folders, the names of this account and host, keys, tokens and passwords."""
-    for pattern in _SECRETS:
-        text = pattern.sub(r"\1<secret>", text)
-    for pattern, mark in _home_patterns():
+    for pattern, mark in _rules(_homes(), _own_names(), _own_secrets()):
         text = pattern.sub(mark, text)
-    for name, mark in _own_names().items():
-        text = re.sub(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", mark, text)
     return text
+
+
+def redactor() -> Callable[[Any], Any]:
+    """`redacted` for many values, with what this process's environment holds now."""
+    rules = _rules(_homes(), _own_names(), _own_secrets())
+    known: dict[str, str] = {}
+
+    def of_text(text: str) -> str:
+        if (found := known.get(text)) is not None:
+            return found
+        clean = text
+        for pattern, mark in rules:
+            clean = pattern.sub(mark, clean)
+        if len(known) < _KNOWN_TEXTS:
+            known[text] = clean
+        return clean
+
+    def walk(part: Any) -> Any:
+        if isinstance(part, str):
+            return of_text(part)
+        if isinstance(part, Mapping):
+            return {walk(name): item if _is_picture(name) else walk(item) for name, item in part.items()}
+        return [walk(item) for item in part] if isinstance(part, list | tuple) else part
+
+    return walk
+
+
+def redacted(value: Any) -> Any:
+    """A JSON value with every text in it redacted, names of fields included; pictures in base64 stay as they are."""
+    return redactor()(value)
+
+
+def _is_picture(name: Any) -> bool:
+    return isinstance(name, str) and name.startswith("image/") and name != "image/svg+xml"
 
 
 def without_folders(text: str) -> str:
@@ -206,15 +258,19 @@ def collect(device: str = "cpu") -> dict[str, Any]:
     }
 
 
+def environment(provenance: dict[str, Any]) -> dict[str, Any]:
+    """What makes numbers incomparable where it differs: device, clock settings, versions, threads."""
+    device = {name: value for name, value in provenance["device"].items() if name not in _PASSING_FIELDS}
+    return {"device": device} | {name: provenance[name] for name in ("num_threads", "versions", "python", "env")}
+
+
 def environment_digest(provenance: dict[str, Any], code_digest: str = "") -> str:
-    """Digest of what makes numbers incomparable: device, clock settings, versions, threads, measuring code.
+    """Digest of `environment` and the measuring code.
 
     The commit is not in it, since most commits do not touch what is measured: pass ``code_digest`` of the
     modules that do.
     """
-    device = {name: value for name, value in provenance["device"].items() if name not in _PASSING_FIELDS}
-    kept = {name: provenance[name] for name in ("num_threads", "versions", "python", "env")}
-    return digest({"device": device, "code": code_digest, **kept})
+    return digest({**environment(provenance), "code": code_digest})
 
 
 def code_digest(names: Iterable[str]) -> str:

@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from labkit.errors import InputError
+from labkit.parquet import read_table
 from labkit.paths import ROOT, RUNS
 from labkit.provenance import plain, redact
 from labkit.schema import (
@@ -28,6 +29,7 @@ from labkit.schema import (
     ORIGIN_ALIASES,
     REAL,
     SCHEMA_VERSION,
+    SERIES,
     TEXT,
     Column,
     arrow_schema,
@@ -35,8 +37,7 @@ from labkit.schema import (
 )
 
 RUN_ID = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{6}")
-# Far above any real run; a small file can claim far more (a decompression bomb).
-MAX_ROWS, MAX_TABLE_BYTES, MAX_SIDECAR_BYTES = 50_000_000, 4 << 30, 64 << 20
+MAX_SIDECAR_BYTES = 16 << 20  # far above any real one
 
 
 def new_run_id() -> str:
@@ -58,7 +59,8 @@ def _array(column: Column, values: list[Any]) -> pa.Array:
         array = pa.array(values)
         kind = array.type
         number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
-        fits = {TEXT: pa.types.is_string(kind), COUNT: number, REAL: number, HISTOGRAM: pa.types.is_list(kind)}
+        lists = dict.fromkeys((SERIES, HISTOGRAM), pa.types.is_list(kind))
+        fits = {TEXT: pa.types.is_string(kind), COUNT: number, REAL: number} | lists
         if not (fits[column.type] or pa.types.is_null(kind)):
             raise InputError(f"{column.name}: wanted {column.type}, got {kind}")
         return array.cast(column.type)
@@ -163,23 +165,6 @@ def read_sidecar(path: Path) -> dict[str, Any]:
     return content
 
 
-def read_table(path: Path) -> pa.Table:
-    """The rows of one Parquet file as they are, with no look at the sidecar.
-
-    Raises InputError: missing, no Parquet file, or larger than any run.
-    """
-    try:
-        with pq.ParquetFile(path) as file:
-            groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
-            if file.metadata.num_rows > MAX_ROWS or sum(g.total_byte_size for g in groups) > MAX_TABLE_BYTES:
-                raise InputError(f"{path}: {file.metadata.num_rows} rows; wanted at most {MAX_ROWS} rows and 4 GiB")
-            return file.read()
-    except FileNotFoundError:
-        raise InputError(f"{path}: missing; wanted a run file") from None
-    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: wanted a Parquet file, got {str(error).splitlines()[0]}") from error
-
-
 @dataclass(frozen=True)
 class StoredRun:
     """One run: its Parquet file, its sidecar, and the root it was found under, as the user named it."""
@@ -252,7 +237,8 @@ def find_runs(experiment: str, *paths: str | Path, gpu: str | None = None) -> li
         where = ", ".join(_source_name(root) for root in roots)
         if devices:
             raise InputError(f"gpu: wanted one of {', '.join(sorted(devices))} (in {where}), got {gpu!r}")
-        raise InputError(f"no runs of {experiment} in {where}; `labkit run {experiment}` makes one")
+        command = experiment if experiment == "replay" else f"run {experiment}"
+        raise InputError(f"no runs of {experiment} in {where}; `labkit {command}` makes one")
     return [found[run_id] for run_id in sorted(found)]
 
 
@@ -287,7 +273,7 @@ def load_runs(experiment: str, *paths: str | Path, gpu: str | None = None) -> pd
     table = pa.concat_tables(_checked_rows(run, experiment) for run in find_runs(experiment, *paths, gpu=gpu))
     frame = table.to_pandas()
     for column in columns(experiment):
-        if column.type == HISTOGRAM:
+        if column.type in (SERIES, HISTOGRAM):
             frame[column.name] = pd.Series(table[column.name].to_pylist(), dtype=object)
     return frame
 

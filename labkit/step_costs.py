@@ -3,6 +3,7 @@
 A ratio is only ever taken inside one (run_id, group, round), where both sides were interleaved.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import pandas as pd
 
 from labkit.errors import InputError
 from labkit.forward_costs import loop_rows
+from labkit.quality import kinds
 from labkit.rows import FORCED_ORIGINS, distinct, is_missing, ok_rows, single_value
 
 CELL_KEY = (
@@ -134,7 +136,8 @@ def _notes(speculative: pd.DataFrame, plain: pd.DataFrame, key: dict[str, Any]) 
     single_value(both, "linear_backend", where)
     modes = [single_value(arm, "launch_mode", where) for arm in (speculative, plain) if len(arm)]
     notes = [f"launch_mode: speculative {modes[0]}, plain {modes[1]}"] if len(set(modes)) > 1 else []
-    counts: dict[Any, int] = both[_doubtful(both)].get("quality", pd.Series(dtype=object)).value_counts().to_dict()
+    doubtful = both[_doubtful(both)].get("quality", pd.Series(dtype=object))
+    counts = Counter(kind for quality in doubtful for kind in kinds(quality))
     notes += [f"{count} of {len(both)} samples with quality {name!r}" for name, count in counts.items()]
     return tuple(notes)
 

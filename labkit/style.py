@@ -52,6 +52,7 @@ RC: Mapping[str, object] = {
     "text.color": INK,
     # Letters are then as wide on screen as in the PDF, so one layout serves all formats.
     "text.hinting": "no_hinting",
+    "hatch.linewidth": 0.5,
     "lines.linewidth": 1.4,
     "lines.markersize": 3.6,
     "lines.solid_capstyle": "round",
@@ -69,7 +70,7 @@ _PURPLE, _SKY = "#CC79A7", "#56B4E9"
 _CYCLE = (_BLUE, _VERMILLION, _GREEN, _ORANGE, _PURPLE, _SKY)
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "h")
 # A backend keeps its colour and marker in every figure, whatever else is drawn beside it.
-_BACKENDS = (
+BACKENDS = (
     *("sdpa", "per_token", "triton_split", "triton_nosplit", "flashinfer_fa2", "fa3", "flashinfer_fa3"),
     *("triton_per_token", "triton_segmented_2d", "flex"),
 )
@@ -141,7 +142,7 @@ def series_styles(names: Iterable[str]) -> dict[str, SeriesStyle]:
     """
     names = list(dict.fromkeys(names))
     slots = [(color, marker) for marker, color in zip(_MARKERS, _CYCLE * 2, strict=False)]
-    taken = {name: slots[_BACKENDS.index(name)] for name in names if name in _BACKENDS}
+    taken = {name: slots[BACKENDS.index(name)] for name in names if name in BACKENDS}
     free = [slot for slot in slots if slot not in taken.values()]
     for index, name in enumerate(name for name in names if name not in taken):
         taken[name] = free[index % len(free)] if free else slots[index % len(slots)]
@@ -150,7 +151,7 @@ def series_styles(names: Iterable[str]) -> dict[str, SeriesStyle]:
 
 def attention_order(names: Iterable[str]) -> list[str]:
     """Attention backends as figures list them: those of a fixed style, then the others, the ladder's rungs last."""
-    rank = {name: index for index, name in enumerate(_BACKENDS)}
+    rank = {name: index for index, name in enumerate(BACKENDS)}
     return sorted(names, key=lambda name: (name.startswith("triton_ladder"), rank.get(name, len(rank)), name))
 
 

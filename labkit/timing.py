@@ -1,50 +1,24 @@
-"""Timing: interleaved samples of calls, clocks for the draft/verify loop, and the rules for doubtful samples.
+"""Timing: interleaved samples of calls, and clocks for the draft/verify loop.
 
-Every sample is kept. What a number is made of (median, interval) is decided where it is used.
+Every sample is kept. What a number is made of (median, interval) is decided where it is used; which samples are
+doubtful, in `labkit.quality`.
 """
 
 import random
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from labkit.errors import InputError
-
-# A median must be this many noise floors; at most this share may exceed this multiple of the median.
-NOISE_FLOOR_MULTIPLE = 10.0
-OUTLIER_MULTIPLE, OUTLIER_SHARE = 1.5, 0.10
+from labkit.quality import relative_width, round_indices
 
 PARTS = ("draft", "verify", "accept")
 CPU_TIMER_RESOLUTION_MS = 1e-4  # perf_counter_ns steps by tens of ns
 EVENT_RESOLUTION_MS = 2e-3  # CUDA events, and the skew of the host's clock against the device's over one step
 _DEFAULT_CACHE_BYTES = 32 << 20
-
-
-def quality_of(samples_ms: Sequence[float], *, noise_floor_us: float | None = None) -> str:
-    """Whether samples of one quantity can be trusted: ``ok``, ``below noise floor`` or ``unstable``.
-
-    Parameters
-    ----------
-    samples_ms : sequence of float
-        All samples, ms.
-    noise_floor_us : float, optional
-        Time of timing nothing (`labkit.calibrate.calibrate`), us; without it that rule is not applied.
-
-    Notes
-    -----
-    below noise floor: the median is less than 10 times the noise floor, so that the timer is over 10 % of it.
-    unstable: more than 10 % of the samples exceed 1.5 times the median. One sample alone is never unstable.
-    """
-    if not samples_ms:
-        raise ValueError("samples_ms: wanted at least one sample, got none")
-    median = statistics.median(samples_ms)
-    if noise_floor_us is not None and median * 1e3 < NOISE_FLOOR_MULTIPLE * noise_floor_us:
-        return "below noise floor"
-    share = sum(sample > OUTLIER_MULTIPLE * median for sample in samples_ms) / len(samples_ms)
-    return "unstable" if share > OUTLIER_SHARE else "ok"
 
 
 def cache_bytes(device: str) -> int:
@@ -117,6 +91,9 @@ def sample_rounds(
     l2: Literal["cold", "warm"] = "cold",
     graph: bool = False,
     seed: int = 0,
+    max_rounds: int = 0,
+    widest: float = 0.0,
+    monitor: Callable[[], object] | None = None,
 ) -> list[dict[str, Any]]:
     """Time calls against one another: each round runs all of them, in a shuffled order of its own.
 
@@ -136,12 +113,16 @@ def sample_rounds(
         Capture each call as a CUDA graph and time the replay.
     seed : int
         Of the shuffling.
+    max_rounds, widest : int, float
+        After ``num_rounds``, go on by as many while the 95 % interval of any call's median is wider than this share of
+        it, up to ``max_rounds`` in all. The rule looks at widths alone, never at which call is faster.
+    monitor : callable, optional
+        Read once per round, on CUDA while the device works on it, outside the times; its result is ``state``.
 
     Returns
     -------
     list of dict
-        name, round, sample (index in its round), ms, and displaced_bytes (0 when warm), in the order of
-        running.
+        name, round, sample (index in its round), ms, displaced_bytes (0 when warm) and state, in the order of running.
 
     Raises
     ------
@@ -152,48 +133,68 @@ def sample_rounds(
         raise InputError("sample_rounds: wanted at least one call, round and sample per round")
     if l2 not in ("cold", "warm"):
         raise InputError(f"l2: wanted cold or warm, got {l2!r}")
-    on_cpu = device == "cpu"
-    if graph and on_cpu:
+    if graph and device == "cpu":
         raise InputError("graph: wanted False on the cpu, got True")
-    if on_cpu:
-        return _run_rounds(calls, num_rounds, samples_per_round, num_warmup, device, l2, graph, seed)
+    if device == "cpu":
+        rounds = _Rounds(calls, samples_per_round, num_warmup, device, l2, graph, seed, monitor)
+        return rounds.run(num_rounds, max_rounds, widest)
     import torch
 
     with torch.cuda.device(device):
-        return _run_rounds(calls, num_rounds, samples_per_round, num_warmup, device, l2, graph, seed)
+        rounds = _Rounds(calls, samples_per_round, num_warmup, device, l2, graph, seed, monitor)
+        return rounds.run(num_rounds, max_rounds, widest)
 
 
-def _run_rounds(
-    calls: dict[str, Callable[[], object]],
-    num_rounds: int,
-    samples_per_round: int,
-    num_warmup: int,
-    device: str,
-    l2: str,
-    graph: bool,
-    seed: int,
-) -> list[dict[str, Any]]:
-    for call in calls.values():
-        for _ in range(num_warmup):
-            call()
-    if graph:
-        calls = {name: _captured(call) for name, call in calls.items()}
-    displace, displaced_bytes = _displacer(device) if l2 == "cold" else (lambda: None, 0)
-    timer = _host_timer if device == "cpu" else _event_timer
-    order, names = random.Random(seed), list(calls)
-    rows: list[dict[str, Any]] = []
-    for round_index in range(num_rounds):
-        order.shuffle(names)
+class _Rounds:
+    """Warmed-up calls, and the rows of the rounds so far."""
+
+    def __init__(
+        self,
+        calls: dict[str, Callable[[], object]],
+        samples_per_round: int,
+        num_warmup: int,
+        device: str,
+        l2: str,
+        graph: bool,
+        seed: int,
+        monitor: Callable[[], object] | None,
+    ):
+        for call in calls.values():
+            for _ in range(num_warmup):
+                call()
+        self._calls = {name: _captured(call) for name, call in calls.items()} if graph else calls
+        self._names, self._order = list(calls), random.Random(seed)
+        self._samples_per_round, self._device, self._monitor = samples_per_round, device, monitor
+        self._displace, self._displaced_bytes = _displacer(device) if l2 == "cold" else (lambda: None, 0)
+        self._rows: list[dict[str, Any]] = []
+        self._medians: dict[str, list[float]] = {name: [] for name in calls}
+
+    def run(self, num_rounds: int, max_rounds: int, widest: float) -> list[dict[str, Any]]:
+        for index in round_indices(num_rounds, max_rounds, lambda: self._width() > widest):
+            self._run_round(index)
+        return self._rows
+
+    def _width(self) -> float:
+        return max(map(relative_width, self._medians.values()))
+
+    def _run_round(self, index: int) -> None:
+        timer = _host_timer if self._device == "cpu" else _event_timer
+        self._order.shuffle(self._names)
         pending = []
-        for name in names:
-            for sample in range(samples_per_round):
-                displace()
-                pending.append((name, sample, timer(calls[name])))
-        if device != "cpu":
-            _wait_for(device)
-        same = {"round": round_index, "displaced_bytes": displaced_bytes}
-        rows += [{"name": name, "sample": sample, "ms": read(), **same} for name, sample, read in pending]
-    return rows
+        for name in self._names:
+            for sample in range(self._samples_per_round):
+                self._displace()
+                pending.append((name, sample, timer(self._calls[name])))
+        state = self._monitor() if self._monitor else None
+        if self._device != "cpu":
+            _wait_for(self._device)
+        same = {"round": index, "displaced_bytes": self._displaced_bytes, "state": state}
+        found: list[dict[str, Any]] = [
+            {"name": name, "sample": sample, "ms": read(), **same} for name, sample, read in pending
+        ]
+        self._rows += found
+        for name, medians in self._medians.items():
+            medians.append(statistics.median(row["ms"] for row in found if row["name"] == name))
 
 
 StepTimes = dict[str, float | None]  # draft_ms, verify_ms, accept_ms, gap_ms, step_ms; null: not timed

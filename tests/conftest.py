@@ -4,6 +4,10 @@ import pytest
 import torch
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "browser: JupyterLab in a real Chromium, where one is installed")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in items:

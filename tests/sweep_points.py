@@ -35,6 +35,15 @@ def measure(point: dict[str, Any]) -> list[dict[str, Any]]:
     return rows(point)
 
 
+def measure_and_log(point: dict[str, Any]) -> list[dict[str, Any]]:
+    """Samples after ``sleep_s``; the ``log`` gets a line: point, process of the Dask worker, begin and end."""
+    begin = time.monotonic()
+    time.sleep(point["sleep_s"])
+    with open(point["log"], "a") as file:
+        file.write(f"{point['context_len']} {os.getppid()} {begin} {time.monotonic()}\n")
+    return rows(point)
+
+
 def measure_local(point: dict[str, Any]) -> list[dict[str, Any]]:
     """Samples, if the point comes with its ``model_dir``."""
     assert point["model_dir"] == "/secret/place"
@@ -59,6 +68,10 @@ def _out_of_memory() -> None:
     raise OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
 
+class CompilationError(Exception):
+    """Named like Triton's."""
+
+
 def _raise(error: Exception) -> None:
     raise error
 
@@ -75,6 +88,9 @@ _FAULTS = {
     "home": lambda: _raise(OSError(f"cannot read {os.path.expanduser('~')}/models/x, token=abc123")),
     "bad_input": lambda: _raise(InputError("model: no such folder")),
     "device": lambda: _raise(RuntimeError("CUDA error: an illegal memory access was encountered")),
+    "compile": lambda: _raise(CompilationError("at 3:11: incompatible types\n    q = tl.dot(a, b)")),
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "timer": lambda: None,
     "segfault": lambda: os.kill(os.getpid(), signal.SIGSEGV),
     "exit": lambda: sys.exit(7),
     "hang": lambda: time.sleep(600),
@@ -84,7 +100,8 @@ _FAULTS = {
 def measure_fault(point: dict[str, Any]) -> list[dict[str, Any]]:
     """Do what ``fault`` says, then return the process that did it."""
     _FAULTS[point["fault"]]()
-    return [{**row, "prompt_id": str(os.getpid())} for row in rows(point)]
+    backwards = -1.0 if point["fault"] == "timer" else 1.0
+    return [{**row, "prompt_id": str(os.getpid()), "step_ms": backwards * row["step_ms"]} for row in rows(point)]
 
 
 def measure_bad_values(point: dict[str, Any]) -> list[dict[str, Any]]:

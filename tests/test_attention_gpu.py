@@ -85,6 +85,31 @@ def test_dense_kernels(cuda, q_len):
     check_all(cuda, DENSE, shape, page_order="sequential", return_lse=False)
 
 
+@pytest.mark.parametrize("max_splits", [1, 3, None])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("heads", SHAPES)
+@pytest.mark.parametrize("q_len", [9, 16, 17, 32])
+def test_wide_tiles(cuda, heads, q_len, page_size, max_splits):
+    """64 and more rows, where Hopper takes the kernel with the overlapped softmax."""
+    for context_len in ((20_000,), (0, 1, 127, 4097)):
+        shape = AttentionShape(len(context_len), q_len, context_len, *heads, page_size=page_size)
+        check_all(cuda, ["triton_split"], shape, max_splits=max_splits)
+
+
+def test_wide_tiles_in_float16(cuda):
+    check_all(cuda, ["triton_split"], AttentionShape(1, 16, 5000, 64, 8, 128, q_dtype="float16"))
+
+
+def test_hopper_takes_the_overlapped_kernel(cuda):
+    q, cache = make_inputs(AttentionShape(1, 16, 4096, 64, 8, 128), generator=cuda, device="cuda")
+    call = prepare(q, cache, backend="triton_split")
+    is_hopper = torch.cuda.get_device_capability() == (9, 0)
+    assert ("overlapped" in call.info["resolved_kernel"]) == is_hopper
+    call()
+    split, _ = launched_kernels({"call": call})["call"]
+    assert split.name == ("overlapped_split_kernel" if is_hopper else "split_kernel")
+
+
 @pytest.mark.parametrize("kv_dtype", [None, "float8_e4m3fn"])
 def test_flat_logits_at_100k_keys(cuda, kv_dtype):
     """All weights alike: a kernel that rounds small weights away shrinks the output."""
@@ -94,8 +119,9 @@ def test_flat_logits_at_100k_keys(cuda, kv_dtype):
     check(prepare(q, cache, backend="triton_split", spec=spec), cache, spec)
 
 
-def test_captured_short_replayed_long(cuda):
-    q, cache = make_inputs(AttentionShape(2, 4, (5000, 3000), 32, 8, 128), generator=cuda, device="cuda")
+@pytest.mark.parametrize("q_len", [4, 17])
+def test_captured_short_replayed_long(cuda, q_len):
+    q, cache = make_inputs(AttentionShape(2, q_len, (5000, 3000), 32, 8, 128), generator=cuda, device="cuda")
     cache.truncate([300, 20])
     call = prepare(q, cache, backend="triton_split")
     call()

@@ -12,7 +12,14 @@ import torch
 
 from labkit.attention.api import AttentionSpec, available_backends, max_error, prepare
 from labkit.attention.backend_triton_ladder import VARIANTS
-from labkit.attention.backend_triton_split import choose_num_splits, choose_tile
+from labkit.attention.backend_triton_split import (
+    can_overlap,
+    choose_num_splits,
+    choose_overlapped_tile,
+    choose_tile,
+    choose_tiling,
+    has_gluon,
+)
 from labkit.attention.inputs import check, expect, make_inputs, random_tree
 from labkit.paths import ROOT
 from labkit.shapes import AttentionShape
@@ -245,3 +252,94 @@ def test_tiles_fit_the_device(num_rows, head_dim, shared_kb, expected):
 )
 def test_number_of_splits(num_tiles, num_keys, block_m, head_dim, expected):
     assert choose_num_splits(num_tiles, num_keys, 132, block_m, head_dim) == expected
+
+
+HOPPER = (9, 0)
+
+
+def rule(capability=HOPPER, has_gluon=True, q_len=16, heads=(24, 4), head_dim=256, **shape):
+    shape = {"q_dtype": "bfloat16"} | shape
+    return can_overlap(AttentionShape(1, q_len, 4096, *heads, head_dim, **shape), capability, has_gluon)
+
+
+@pytest.mark.parametrize("change", [{}, {"head_dim": 128}, {"q_dtype": "float16"}])
+def test_hopper_can_overlap_the_softmax(change):
+    assert rule(**change)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"capability": (8, 9)},
+        {"capability": (10, 0)},
+        {"has_gluon": False},
+        {"kv_dtype": "float8_e4m3fn"},
+        {"q_dtype": "float32"},
+        {"mask": "tree"},
+        {"window": 100},
+        {"head_dim": 64},
+    ],
+)
+def test_all_else_takes_the_plain_kernel(change):
+    assert not rule(**change)
+
+
+@pytest.mark.parametrize(
+    ("q_len", "context_len", "batch_size", "heads", "head_dim", "expected"),
+    [
+        (16, 131072, 1, (24, 4), 256, ("overlapped", 128, 64, 5, 33)),
+        (16, 131072, 16, (24, 4), 256, ("overlapped", 128, 64, 5, 2)),
+        (16, 131072, 16, (64, 8), 128, ("overlapped", 128, 128, 6, 1)),  # one round of programs is enough
+        (16, 16384, 4, (64, 8), 128, ("overlapped", 128, 64, 12, 4)),  # short splits: tiles of 64 keys
+        (64, 16384, 1, (64, 8), 128, ("overlapped", 128, 64, 12, 4)),
+        (8, 131072, 16, (24, 4), 256, ("overlapped", 64, 64, 6, 2)),
+        (8, 131072, 1, (24, 4), 256, ("plain", 64, 32, 4, 33)),
+        (2, 131072, 16, (24, 4), 256, ("plain", 16, 32, 3, 4)),
+        (8, 131072, 16, (64, 8), 128, ("plain", 64, 64, 3, 2)),
+    ],
+)
+def test_the_kernel_tile_and_splits_of_a_call(q_len, context_len, batch_size, heads, head_dim, expected):
+    shape = AttentionShape(batch_size, q_len, context_len, *heads, head_dim, q_dtype="bfloat16")
+    tiling = choose_tiling(shape, 2, 132, 227 << 10, overlaps=True)
+    name = "overlapped" if tiling.is_overlapped else "plain"
+    assert (name, tiling.block_m, tiling.block_n, tiling.num_stages, tiling.num_splits) == expected
+    assert not choose_tiling(shape, 2, 132, 227 << 10, overlaps=False).is_overlapped
+
+
+@pytest.mark.skipif(IS_CHILD, reason="the interpreter compiles nothing")
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "num_rows", "keys_per_split"),
+    [((64, 8), 128, 128, 1000), ((64, 8), 128, 128, 10_000), ((24, 4), 256, 96, 1000), ((24, 4), 256, 48, 10_000)],
+)
+def test_the_overlapped_kernel_compiles_for_hopper(heads, head_dim, num_rows, keys_per_split):
+    """Without a GPU: the softmax lies between the two waits for the tensor cores, and the tiles fit."""
+    if not has_gluon():
+        pytest.skip("this Triton has no such Gluon")
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from labkit.attention.gluon_split_kernel import overlapped_split_kernel as kernel
+
+    tile = choose_overlapped_tile(num_rows, head_dim, keys_per_split)
+    constants = {
+        "NUM_QO_HEADS": heads[0],
+        "GROUP_SIZE": heads[0] // heads[1],
+        "HEAD_DIM": head_dim,
+        "PAGE_SIZE": 16,
+        "BLOCK_M": tile[0],
+        "BLOCK_N": tile[1],
+        "STAGES": tile[3],
+        "PDL": True,
+    }
+    types = dict.fromkeys(("q", "k", "v"), "*bf16") | dict.fromkeys(("partial", "partial_lse"), "*fp32")
+    types |= {"page_table": "*i32", "kv_lens": "*i32", "scale_log2": "fp32", "v_scale": "fp32"}
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(signature) if signature[name].startswith("*")}
+    source = GluonASTSource(kernel, signature, constants, aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    ptx = " ".join(compiled.asm["ptx"].split())
+    after_logits = ptx[ptx.index("wgmma.wait_group.sync.aligned 1;") :]
+    assert after_logits.index("ex2.approx") < after_logits.index("wgmma.wait_group.sync.aligned 0;")
+    assert "cp.async.mbarrier.arrive.noinc" in ptx
+    assert compiled.metadata.shared <= 227 << 10

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from pathlib import Path
 
 import nbformat
@@ -79,8 +80,67 @@ def test_batch_fails_at_the_end_and_says_which(batch):
     folder, verdicts, lines = batch
     assert set(failed(list(verdicts.values()))) == {"raises", "killed", "slow", "leaves"}
     assert json.loads((folder / "out/batch.json").read_text())["status"] == "failed"
+    assert lines[-2].startswith("report: ")
     assert lines[-1].startswith("1 of 5 notebooks ok; failed: ")
     assert sum("started" in line for line in lines) == 5
+
+
+def test_report_holds_verdicts_answers_and_commands(batch):
+    folder, _, lines = batch
+    report = (folder / "out/report.html").read_text()
+    assert f"report: {folder / 'out/report.html'}" in lines
+    for name, status in {"good": "ok", "raises": "cell-error", "killed": "kernel-died", "slow": "timeout"}.items():
+        assert re.search(rf"<td>{name}</td><td>{status}</td>", report)
+    assert "no such column" in report
+    assert f"<pre>{folder.name}\n</pre>" in report  # what the last cell printed
+    assert re.search(
+        r"papermill --cwd notebooks notebooks/good.ipynb copy.ipynb -r out_dir \S+ -r source committed", report
+    )
+    assert not re.search(r"""(?:src|href)\s*=\s*["'](?:https?:)?//""", report)
+
+
+def test_what_is_timed_runs_one_at_a_time(tmp_path, monkeypatch):
+    from labkit import batch as module
+
+    monkeypatch.setenv("LABKIT_CACHE", str(tmp_path))
+    running, most = [], []
+
+    def run_notebook(source, values, *, out_dir, timeout_s, say):
+        running.append(source.stem)
+        most.append(len(running))
+        time.sleep(0.15)
+        running.remove(source.stem)
+        out_dir.mkdir(parents=True)
+        (out_dir / "run.json").write_text('{"parameters": {}}')
+        return Verdict(source.stem, "ok", 0.1)
+
+    monkeypatch.setattr(module, "run_notebook", run_notebook)
+    monkeypatch.setattr(module.os, "cpu_count", lambda: 4)
+    notebooks = [write_notebook(tmp_path / f"{name}.ipynb", "1") for name in "abcd"]
+    for preset, at_once in {"committed": 4, "cpu": 1}.items():
+        most.clear()
+        verdicts = module.run_batch(notebooks, preset=preset, out_dir=tmp_path / preset, progress=None)
+        assert [verdict.notebook for verdict in verdicts] == list("abcd")
+        assert max(most) == at_once
+
+
+def test_two_batches_do_not_time_on_one_device_together(tmp_path, monkeypatch):
+    import fcntl
+
+    from labkit.batch import _device_lock
+
+    monkeypatch.setenv("LABKIT_CACHE", str(tmp_path))
+    said = []
+    with (tmp_path / "batch-cuda.lock").open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+
+        def say(line):
+            said.append(line)
+            fcntl.flock(other, fcntl.LOCK_UN)
+
+        with _device_lock("gpu", say), _device_lock("cpu", say):
+            pass
+    assert said == ["waiting for another batch that times on this device"]
 
 
 def test_progress_carries_what_a_notebook_prints(batch):

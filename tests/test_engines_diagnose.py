@@ -28,7 +28,7 @@ from labkit.engines.roles import (
 )
 from labkit.engines.server import Server, parse_launch
 from labkit.errors import InputError
-from labkit.paths import REFERENCE
+from labkit.paths import REFERENCE, RUNS
 from labkit.shapes import model_shape
 
 ARGS = "server_args=ServerArgs(model_path='org/Llama-3.3-70B-x', attention_backend={backend!r}, "
@@ -497,3 +497,12 @@ def test_a_running_server_is_asked(capsys, gauge):
     assert found["bands"][0]["mean_acceptance_length"] == pytest.approx(2.8)
     assert found["bands"][0]["num_windows"] == 1
     assert any("since the start" in text for text in found["unknown"]) == (not gauge)
+
+
+def test_stored_attention_runs_are_diagnosed(capsys):
+    assert main(["diagnose", str(RUNS / "attention"), "--json"]) == 1  # unsplit kernels are in it
+    found = json.loads(capsys.readouterr().out)
+    assert {row["backend"]: row["diagnosis"] for row in found}["triton_nosplit"] == "no KV split"
+    assert main(["diagnose", str(RUNS / "attention")]) == 1
+    assert "triton_nosplit: no KV split (measured): slope" in capsys.readouterr().out
+    assert main(["diagnose", str(RUNS / "loop")]) == 2

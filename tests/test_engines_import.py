@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 
+import pyarrow.parquet as pq
 import pytest
 
 from labkit.cli import main
@@ -151,6 +152,12 @@ FORMS = {
         "INFO 04-10 10:00:00 [metrics.py:86] SpecDecoding metrics: Draft acceptance rate: 60.0%, "
         f"Mean acceptance length: 1.80, {V1}",
         DRAFTED | POSITIONS,
+    ),
+    "vllm 0.8, first form": (
+        "INFO 04-01 10:00:00 [metrics.py:72] SpecDecoding metrics: Draft acceptance rate: 60.0%, "
+        "Accepted: 360 tokens, Drafted: 600 tokens",
+        {"draft_acceptance_rate": 0.6, "mean_acceptance_length": None, "num_accepted_tokens": 360}
+        | {"warnings": ["no acceptance length and no steps in the line (vLLM 0.8): only the rate is known"]},
     ),
     "vllm 0.9": (
         "INFO 06-10 10:00:00 [metrics.py:86] SpecDecoding metrics: Draft acceptance rate: 60.0%, "
@@ -306,6 +313,9 @@ CAPTURES = {
     "no last line end": lambda line: f"{line}\n{line}",
     "cut off": lambda line: f"{line}\n{line}\n{line[:120]}",
     "not utf-8": lambda line: f"caf\xe9 {line}\n".encode("latin-1") * 2,
+    "utf-16": lambda line: f"{line}\n{line}\n".encode("utf-16"),
+    "utf-16, the other order": lambda line: b"\xfe\xff" + f"{line}\n{line}\n".encode("utf-16-be"),
+    "utf-16 in gzip": lambda line: gzip.compress(f"{line}\r\n{line}\r\n".encode("utf-16")),
     "gzip": lambda line: gzip.compress(f"{line}\n{line}\n".encode()),
 }
 
@@ -594,8 +604,10 @@ def test_command_line_json_text_and_out(tmp_path, capsys):
     names += " acceptance_rate_per_pos num_speculative_tokens batch_size context_len output_tokens_per_s step_ms"
     names += " step_ms_source cuda_graph prefill_mixed"
     assert set(names.split()) <= set(records[0])
-    written = [json.loads(line) for line in (tmp_path / "out" / "import.jsonl").read_text().splitlines()]
-    assert written == records
+    written = pq.read_table(tmp_path / "out" / "import.parquet").to_pylist()
+    nested = ("backend", "details")
+    assert [row | {name: row[name] and json.loads(row[name]) for name in nested} for row in written] == records
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["import.parquet"]
     assert main(["import", str(path)]) == 0
     assert "2.80" in capsys.readouterr().out
 

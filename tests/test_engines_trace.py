@@ -3,6 +3,7 @@
 import gzip
 import json
 
+import pyarrow.parquet as pq
 import pytest
 
 from labkit.cli import main
@@ -171,7 +172,9 @@ def test_command_line(tmp_path, capsys):
     path = write(tmp_path / "t.json.gz", [e for i in range(3) for e in vllm_step(1600 * i)])
     assert main(["import", str(path), "--json", "--out", str(tmp_path)]) == 0
     rows = json.loads(capsys.readouterr().out)
-    assert len((tmp_path / "steps.jsonl").read_text().splitlines()) == len(rows) == 6
+    stored = pq.read_table(tmp_path / "steps.parquet").to_pylist()
+    assert [row | {"kernels": json.loads(row["kernels"])} for row in stored] == rows
+    assert len(rows) == 6
     assert main(["import", str(path)]) == 0
     assert "step 0 verify: 1.000 ms, attention 0.400" in capsys.readouterr().out
 

@@ -113,14 +113,13 @@ def test_stale(runs, saved, tmp_path, monkeypatch):
 
 
 def test_drawing_code_is_everything_that_drawing_imports():
-    drawing = "labkit.panels, labkit.plots_acceptance, labkit.plots_floor, labkit.plots_pairings"
-    drawing += ", labkit.plots_verdict"
-    code = f"import sys, {drawing}; print(*sorted(sys.modules))"
+    drawing = sorted(path.stem for path in (paths.ROOT / "labkit").glob("plots*.py"))
+    code = f"import sys, labkit.panels, labkit.{', labkit.'.join(drawing)}; print(*sorted(sys.modules))"
     loaded = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=paths.ROOT
     ).stdout.split()
     modules = {name.removeprefix("labkit.") + ".py" for name in loaded if name.startswith("labkit.")}
-    assert modules - {"errors.py", "paths.py"} | {"figures.py"} == set(DRAWING_CODE)
+    assert modules - {"errors.py", "paths.py"} | {"figures.py", "explorer.py"} == set(DRAWING_CODE)
     assert "torch" not in loaded
     assert "matplotlib.pyplot" not in loaded
 

@@ -30,7 +30,9 @@ FIGURES = {
     "04_breakeven": {"04_breakeven", "04_cause", "04_speedup"},
     "05_draft_length": {"05_draft_length"},
     "06_concurrency": set(),
+    "07_engine_truth": set(),
     "08_field_conclusions": set(),
+    "09_explorer": {"09_explorer"},
 }
 ANSWERS = {
     "00_start_here": "verify on per_token: pays in",
@@ -40,7 +42,9 @@ ANSWERS = {
     "04_breakeven": "verify on sdpa: pays in",
     "05_draft_length": "everywhere loses at most",
     "06_concurrency": "only batch 1 was measured here",
+    "07_engine_truth": "no step times from inside an engine",
     "08_field_conclusions": "published cases",
+    "09_explorer": "verify on per_token: pays in",
 }
 
 

@@ -1,7 +1,6 @@
 """Stored runs: what is written comes back, what is damaged is refused and named."""
 
 import json
-import math
 import re
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from labkit.results import (
     run_folder,
     write_run,
 )
-from labkit.schema import COUNT, EXPERIMENTS, HISTOGRAM, REAL, SAMPLE_KEYS, TEXT, arrow_schema, columns
+from labkit.schema import COUNT, EXPERIMENTS, HISTOGRAM, REAL, SAMPLE_KEYS, SERIES, TEXT, arrow_schema, columns
 
 RUN_ID = "20260131T120000Z-1a2b3c"
 OTHER_ID = "20260201T120000Z-00ffee"
@@ -44,6 +43,7 @@ _SOUND = {
     | {"num_output_tokens": 15},
     "attention": {"attention_ms": 0.5, "batch_size": 1, "q_len": 1, "num_qo_heads": 8, "head_dim": 64}
     | {"q_dtype": "float32", "kv_bytes_read": 1_000_000, "gb_per_s": 1_004_096 / 0.5e6},
+    "replay": {"num_verify_steps": 7, "num_drafted_tokens": 9, "num_accepted_tokens": 7, "num_output_tokens": 15},
     "step": {"forward_ms": 9.0, "attention_ms": 3.0, "linear_ms": 4.0, "other_ms": 1.5},
 }
 
@@ -51,7 +51,13 @@ _SOUND = {
 def row(experiment: str, **changes) -> dict:
     values: dict = {}
     for column in columns(experiment):
-        by_type = {TEXT: column.choices[0] if column.choices else "x", COUNT: 3, REAL: 3.0, HISTOGRAM: [[0]]}
+        by_type = {
+            TEXT: column.choices[0] if column.choices else "x",
+            COUNT: 3,
+            REAL: 3.0,
+            SERIES: [3.0],
+            HISTOGRAM: [[0]],
+        }
         values[column.name] = by_type[column.type]
     identity = {"run_id": RUN_ID, "experiment": experiment, "gpu": "nvidia-h200", "reason": None}
     return values | identity | {"status": "ok", "origin": "measured"} | _SOUND[experiment] | changes
@@ -286,88 +292,7 @@ def test_a_failing_write_leaves_the_old_file(tmp_path, monkeypatch):
     assert len(list(path.parent.iterdir())) == 2
 
 
-# ----- checks
-
-
-_CORRUPTIONS = [
-    ("loop", {"step_ms": math.nan}, "step_ms", "NaN"),
-    ("loop", {"draft_ms": math.inf, "step_ms": math.inf}, "draft_ms", "NaN"),
-    ("loop", {"step_ms": -1.0}, "step_ms", "negative"),
-    ("loop", {"gap_ms": -0.1}, "gap_ms", "negative"),
-    ("loop", {"step_ms": None}, "step_ms", "null in a row with status ok"),
-    ("loop", {"group": None}, "group", "is null"),
-    ("loop", {"status": "fine"}, "status", "wanted one of ok"),
-    ("loop", {"status": None}, "status", "is null"),
-    ("loop", {"origin": "guessed"}, "origin", "wanted one of measured"),
-    ("loop", {"arm": "both"}, "arm", "wanted one of speculative"),
-    ("loop", {"drafter": ""}, "drafter", "is empty"),
-    ("loop", {"status": "oom"}, "reason", "is null though"),
-    ("loop", {"num_accepted_tokens": 5}, "num_accepted_tokens", "above num_drafted_tokens"),
-    ("loop", {"num_drafted_tokens": 13}, "num_drafted_tokens", "above num_speculative_tokens"),
-    ("loop", {"step_ms": 6750.0}, "step_ms", "differs from"),
-    ("loop", {"verify_ms": 0.005}, "step_ms", "differs from"),
-    ("loop", {"sample": 2}, "sample", "stored twice"),
-    ("loop", {"run_id": OTHER_ID}, "run_id", "the sidecar says"),
-    ("loop", {"gpu": "nvidia-a100"}, "gpu", "the sidecar says"),
-    ("loop", {"experiment": "step"}, "experiment", "the sidecar says"),
-    ("acceptance", {"num_accepted_tokens": 12}, "num_accepted_tokens", "above num_drafted_tokens"),
-    ("acceptance", {"num_accepted_tokens": 6}, "num_accepted_tokens", "which gives 7"),
-    ("acceptance", {"num_drafted_tokens": 12}, "num_drafted_tokens", "which gives 11"),
-    ("acceptance", {"num_drafted_steps": 8}, "num_drafted_steps", "above num_verify_steps"),
-    ("acceptance", {"num_output_tokens": 13}, "num_output_tokens", "does not fit"),
-    ("acceptance", {"num_output_tokens": 16}, "num_output_tokens", "does not fit"),
-    ("acceptance", {"num_verify_steps": 8}, "num_verify_steps", "which gives 7"),
-    ("acceptance", {"accepted_by_draft_length": [[7]]}, "accepted_by_draft_length", "must have k+1 = 3 rows"),
-    (
-        "acceptance",
-        {"accepted_by_draft_length": [[0, 1, 0], [0, 1, 0], [2, 0, 3]]},
-        "accepted_by_draft_length",
-        "cannot keep more than it drafted",
-    ),
-    (
-        "acceptance",
-        {"accepted_by_draft_length": [[1, 0, 0], [0, 1, 0], [2, -3, 6]]},
-        "accepted_by_draft_length",
-        "at least 0, got -3",
-    ),
-    ("acceptance", {"context_len_high": 256}, "context_len_high", "not above"),
-    ("attention", {"context_len_max": 2}, "context_len_max", "below the mean"),
-    ("attention", {"attention_ms": 500.0}, "gb_per_s", "unique bytes"),
-    ("attention", {"gb_per_s": 0.002}, "gb_per_s", "unique bytes"),
-    ("attention", {"l2_state": "hot"}, "l2_state", "wanted one of cold"),
-    ("step", {"forward_ms": 0.009}, "forward_ms", "below"),
-]
-
-
-@pytest.mark.parametrize(("experiment", "changes", "field", "problem"), _CORRUPTIONS)
-def test_planted_corruptions_are_found_with_row_and_field(tmp_path, experiment, changes, field, problem):
-    content = rows(experiment)
-    content[3] = content[3] | changes
-    loose = pa.schema([pa.field(f.name, f.type) for f in arrow_schema(experiment)])
-    arrays = {f.name: pa.array([r[f.name] for r in content], f.type) for f in loose}
-    path = write(tmp_path, experiment)
-    pq.write_table(pa.table(arrays, schema=loose), path)
-    resign(path)
-    findings = check_run(path)
-    match = [f for f in findings if f.field == field and problem in f.problem]
-    assert match, findings
-    assert (match[0].file, match[0].row) == (str(path), 3)
-
-
-def test_structure_is_checked(tmp_path):
-    path = write(tmp_path)
-    stored = pq.read_table(path)
-    index = stored.schema.get_field_index("q_len")
-    changed = stored.set_column(index, "q_len", stored["q_len"].cast(pa.string()))
-    changed = changed.drop_columns(["arm"]).append_column("extra", pa.array([1] * 4))
-    pq.write_table(changed, path)
-    resign(path)
-    found = {f.field: f.problem for f in check_run(path)}
-    assert found == {
-        "arm": "column is missing",
-        "q_len": "wanted type int64, got string",
-        "extra": "no column of loop",
-    }
+# ----- checks (the planted corruptions are in test_check.py)
 
 
 def test_sidecar_is_checked_against_the_rows(tmp_path):

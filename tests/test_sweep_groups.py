@@ -15,7 +15,7 @@ def points(*names, group="g"):
 
 
 def run(out_dir, given, measure=MEASURE, **options):
-    options = {"worker": True, "timeout_s": 60.0, "progress": False} | options
+    options = {"executor": "local", "timeout_s": 60.0, "progress": False} | options
     return run_sweep(given, measure, experiment="loop", out_dir=out_dir, **options)
 
 
@@ -56,10 +56,10 @@ def test_a_function_that_returns_too_few_results_is_an_error_of_every_arm(tmp_pa
     assert "1 results for a group of 2" in load_runs("loop", tmp_path).reason.iloc[0]
 
 
-@pytest.mark.parametrize("worker", [True, False])
-def test_in_process_and_worker_store_the_same_rows(tmp_path, worker):
+@pytest.mark.parametrize("executor", ["local", "in-process"])
+def test_in_process_and_worker_store_the_same_rows(tmp_path, executor):
     measure = MEASURE
-    if not worker:
+    if executor == "in-process":
         from tests.group_points import interleaved as measure
-    run(tmp_path, points("a", "b"), measure=measure, worker=worker)
+    run(tmp_path, points("a", "b"), measure=measure, executor=executor)
     assert load_runs("loop", tmp_path).step_ms.tolist() == [2.0] * 4

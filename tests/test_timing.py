@@ -11,7 +11,7 @@ import pytest
 
 from labkit import timing
 from labkit.errors import InputError
-from labkit.timing import FakeClock, HostClock, NullClock, quality_of, sample_rounds
+from labkit.timing import FakeClock, HostClock, NullClock, sample_rounds
 
 
 def run_log(**options) -> tuple[list[str], list[dict]]:
@@ -84,31 +84,6 @@ def test_bad_arguments(options, problem):
     arguments = {"calls": {"a": lambda: None}, "num_rounds": 1, **options}
     with pytest.raises(InputError, match=problem):
         sample_rounds(arguments.pop("calls"), **arguments)
-
-
-# ---- quality
-
-
-@pytest.mark.parametrize(
-    ("samples", "floor", "wanted"),
-    [
-        ([1.0] * 10, None, "ok"),
-        ([1.0], 1.0, "ok"),
-        ([1.0] * 9 + [1.6], None, "ok"),  # 10 % is the limit
-        ([1.0] * 8 + [1.6] * 2, None, "unstable"),
-        ([1.0] * 8 + [1.5] * 2, None, "ok"),  # 1.5 times the median is not above it
-        ([0.009] * 5, 1.0, "below noise floor"),
-        ([0.010] * 5, 1.0, "ok"),
-        ([0.001] * 8 + [1.0] * 2, 1.0, "below noise floor"),
-    ],
-)
-def test_quality(samples, floor, wanted):
-    assert quality_of(samples, noise_floor_us=floor) == wanted
-
-
-def test_quality_of_nothing():
-    with pytest.raises(ValueError, match="samples_ms: wanted at least one"):
-        quality_of([])
 
 
 # ---- clocks

@@ -219,7 +219,7 @@ def test_a_file_that_is_no_gguf_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("LABKIT_CACHE", str(tmp_path / "cache"))
     for content in (b"", b"GGUF", b"no GGUF file" * 100):
         (tmp_path / "x.gguf").write_bytes(content)
-        with pytest.raises(InputError, match=r"x\.gguf must be a GGUF file"):
+        with pytest.raises(InputError, match=r"x\.gguf must be a whole GGUF file"):
             dequantised_folder(tmp_path / "x.gguf")
     assert list((tmp_path / "cache").iterdir()) == []
     with pytest.raises(InputError, match="GGUF file must exist"):

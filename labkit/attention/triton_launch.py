@@ -33,6 +33,9 @@ class Tiling:
         Parts of the keys of a request.
     min_chunk
         Keys a split gets at least; splits beyond the last key find nothing to do.
+    is_overlapped
+        Run `gluon_split_kernel`, which takes whole groups in tiles of 64 or 128 rows; its stages are the tiles of K
+        and of V together.
     """
 
     tile_heads: int
@@ -43,6 +46,7 @@ class Tiling:
     min_chunk: int
     num_warps: int
     num_stages: int
+    is_overlapped: bool = False
 
 
 def triton_supports(shape: AttentionShape, device: str) -> str:
@@ -116,9 +120,10 @@ class TritonCall:
         tiling, cache = self.tiling, self.cache
         split = "split" if tiling.num_splits > 1 else "unsplit"
         heads = "group packed" if tiling.tile_heads > 1 else "one head"
-        kernel = f"triton {split}, {heads}, {tiling.tile_rows} rows x {tiling.block_n} keys, {tiling.num_warps} warps"
+        language = "gluon, softmax overlapped," if tiling.is_overlapped else "triton"
+        kernel = f"{language} {split}, {heads}, {tiling.tile_rows} rows x {tiling.block_n} keys"
         return {
-            "resolved_kernel": f"{kernel}, {tiling.num_stages} stages",
+            "resolved_kernel": f"{kernel}, {tiling.num_warps} warps, {tiling.num_stages} stages",
             "grid": self.grid,
             "num_programs": self.grid[0] * self.grid[1] * self.grid[2],
             "num_splits": tiling.num_splits,
@@ -127,10 +132,18 @@ class TritonCall:
         }
 
     def __call__(self, q: Tensor, layer: int, out: Tensor, lse: Tensor | None) -> None:
-        from labkit.attention.triton_split_kernel import merge_kernel, split_kernel
+        is_split = self.tiling.num_splits > 1
+        partial = self.partial if is_split else out
+        partial_lse = self.partial_lse if is_split or lse is None else lse
+        launch = self._launch_overlapped if self.tiling.is_overlapped else self._launch_plain
+        launch(q, layer, partial, partial_lse)
+        if is_split:
+            self._merge(out, lse)
+
+    def _launch_plain(self, q: Tensor, layer: int, partial: Tensor, partial_lse: Tensor) -> None:
+        from labkit.attention.triton_split_kernel import split_kernel
 
         tiling, cache = self.tiling, self.cache
-        is_split = tiling.num_splits > 1
         split_kernel[self.grid](
             q,
             cache.k[layer],
@@ -138,8 +151,8 @@ class TritonCall:
             cache.page_table,
             self.kv_lens,
             self.ancestors,
-            self.partial if is_split else out,
-            self.partial_lse if is_split or lse is None else lse,
+            partial,
+            partial_lse,
             self.scale_log2,
             cache.v_scale,
             self.q_len,
@@ -165,19 +178,53 @@ class TritonCall:
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
         )
-        if is_split:
-            splits = power_of_two(tiling.num_splits)
-            merge_kernel[(self.num_rows,)](
-                self.partial,
-                self.partial_lse,
-                out,
-                self.partial_lse if lse is None else lse,
-                tiling.num_splits,
-                HEAD_DIM=self.head_dim,
-                SPLITS=splits,
-                BLOCK_S=min(MERGE_BLOCK_S, splits),
-                HAS_LSE=lse is not None,
-                PDL=self.pdl,
-                num_warps=MERGE_NUM_WARPS,
-                **({"launch_pdl": True} if self.pdl else {}),
-            )
+
+    def _launch_overlapped(self, q: Tensor, layer: int, partial: Tensor, partial_lse: Tensor) -> None:
+        from labkit.attention.gluon_split_kernel import overlapped_split_kernel
+
+        tiling, cache = self.tiling, self.cache
+        overlapped_split_kernel[self.grid](
+            q,
+            cache.k[layer],
+            cache.v[layer],
+            cache.page_table,
+            self.kv_lens,
+            partial,
+            partial_lse,
+            self.scale_log2,
+            cache.v_scale,
+            self.q_len,
+            self.num_row_tiles,
+            tiling.num_splits,
+            tiling.min_chunk,
+            *q.stride()[:3],
+            cache.page_table.stride(0),
+            NUM_QO_HEADS=self.num_qo_heads,
+            GROUP_SIZE=self.num_qo_heads // cache.num_kv_heads,
+            HEAD_DIM=self.head_dim,
+            PAGE_SIZE=cache.page_size,
+            BLOCK_M=tiling.block_m,
+            BLOCK_N=tiling.block_n,
+            STAGES=tiling.num_stages,
+            PDL=self.pdl,
+            num_warps=4,
+        )
+
+    def _merge(self, out: Tensor, lse: Tensor | None) -> None:
+        from labkit.attention.triton_split_kernel import merge_kernel
+
+        splits = power_of_two(self.tiling.num_splits)
+        merge_kernel[(self.num_rows,)](
+            self.partial,
+            self.partial_lse,
+            out,
+            self.partial_lse if lse is None else lse,
+            self.tiling.num_splits,
+            HEAD_DIM=self.head_dim,
+            SPLITS=splits,
+            BLOCK_S=min(MERGE_BLOCK_S, splits),
+            HAS_LSE=lse is not None,
+            PDL=self.pdl,
+            num_warps=MERGE_NUM_WARPS,
+            **({"launch_pdl": True} if self.pdl else {}),
+        )

@@ -9,15 +9,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from labkit.diagnosis import degenerate_paths
+from labkit.diagnosis import diagnose as diagnose_rows
 from labkit.engines.diagnose import diagnose, diagnose_trace, render
 from labkit.engines.importing import Reader, import_files, summary
 from labkit.engines.recipes import recipe
 from labkit.engines.roles import gpu_row, launch_findings, launch_notes, resolve_roles, version_key
 from labkit.engines.server import Server, parse_launch
+from labkit.engines.stored import write
 from labkit.engines.tables import read_table
 from labkit.engines.trace import is_trace, read_steps
 from labkit.errors import InputError
 from labkit.progress import say
+from labkit.provenance import redact, redacted, redactor
+from labkit.results import RUN_ID, load_runs, load_sidecars
+from labkit.rows import json_value
 
 MAX_PAGE_BYTES = 8 << 20
 KV_DTYPES = ("auto", "bfloat16", "bf16", "float16", "fp16", "half", "fp8", "fp8_e4m3", "fp8_e5m2", "float8_e4m3fn")
@@ -26,7 +32,11 @@ _PAGES = ("/get_server_info", "/server_info", "/metrics")
 
 def run_import(arguments: argparse.Namespace) -> None:
     """Import files; records and steps are streamed, so a long log takes no memory."""
-    reader = Reader(arguments.engine)
+    reader, clean = Reader(arguments.engine), redactor()
+
+    def plain(item: Any) -> Any:
+        return clean(item if isinstance(item, dict) else item.to_dict())
+
     traces = [path for path in arguments.files if is_trace(path)]
     logs = [path for path in arguments.files if path not in traces]
     steps, records = _steps(traces, reader), import_files(logs, reader=reader)
@@ -35,14 +45,14 @@ def run_import(arguments: argparse.Namespace) -> None:
             arguments.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(f"out: wanted a folder, got {str(arguments.out)!r} ({error.strerror})") from error
-        steps = _written(steps, arguments.out / "steps.jsonl") if traces else steps
-        records = _written(records, arguments.out / "import.jsonl") if logs else records
+        steps = write(steps, arguments.out / "steps.parquet", plain) if traces else steps
+        records = write(records, arguments.out / "import.parquet", plain) if logs else records
     if arguments.json:
         for i, item in enumerate(itertools.chain(steps, records)):
-            print(",\n " if i else "[\n ", json.dumps(_plain(item)), sep="", end="")
+            print(",\n " if i else "[\n ", json.dumps(plain(item)), sep="", end="")
         print("\n]")
     else:
-        print(*map(_step_line, steps), *([summary(records)] if logs else []), sep="\n")
+        print(*map(_step_line, steps), *([redact(summary(records))] if logs else []), sep="\n")
     for note in reader.notes:
         say(note)
 
@@ -54,19 +64,6 @@ def _steps(traces: list[str], reader: Reader) -> Iterator[Any]:
         yield from steps
 
 
-def _plain(item: Any) -> Any:
-    return item if isinstance(item, dict) else item.to_dict()
-
-
-def _written(items: Iterator[Any], path: Path) -> Iterator[Any]:
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w") as file:
-        for item in items:
-            file.write(json.dumps(_plain(item)) + "\n")
-            yield item
-    temporary.replace(path)
-
-
 def _step_line(row: dict[str, Any]) -> str:
     head = f"step {row['step_index']} {row['phase']}: {row['forward_ms']:.3f} ms, attention {row['attention_ms']:.3f}"
     return f"{head} (whole step {row['step_ms']:.3f}, gap {row['gap_ms']:.3f})"
@@ -75,6 +72,8 @@ def _step_line(row: dict[str, Any]) -> str:
 def run_diagnose(arguments: argparse.Namespace) -> int:
     """Diagnose a log, a trace or a launch line, or print a recipe; 1 where a launch line has a mistake."""
     _check_options(arguments)
+    if arguments.file and _is_run(Path(arguments.file)):
+        return _diagnose_run(arguments)
     if arguments.launch:
         server, flags = parse_launch(arguments.launch, arguments.engine_version)
         problems, notes = list(launch_findings(server, flags)), list(launch_notes(server, flags))
@@ -105,8 +104,28 @@ def run_diagnose(arguments: argparse.Namespace) -> int:
         raise InputError("wanted a log, a trace, --base-url or --launch")
     if arguments.recipe:
         content = lines = recipe(arguments.recipe, server, arguments.launch)
-    print(json.dumps(content, indent=1) if arguments.json else "\n".join(lines))
+    print(json.dumps(redacted(content), indent=1) if arguments.json else redact("\n".join(lines)))
     return 1 if problems else 0
+
+
+def _is_run(path: Path) -> bool:
+    return path.is_dir() or path.suffix == ".parquet" or RUN_ID.fullmatch(path.stem) is not None
+
+
+def _diagnose_run(arguments: argparse.Namespace) -> int:
+    """What explains the times of stored attention runs; 1 where a backend is neither healthy nor launch-bound."""
+    rows, sidecars = load_runs("attention", arguments.file), load_sidecars("attention", arguments.file)
+    found = diagnose_rows(rows[rows["status"] == "ok"], sidecars)
+    bad = degenerate_paths(found)
+    if arguments.json:
+        records = [{str(n): json_value(v) for n, v in row.items()} for row in found.astype(object).to_dict("records")]
+        print(json.dumps(redacted(records), indent=1, allow_nan=False, default=str))
+    else:
+        for _, row in found.iterrows():
+            sure = f" ({row['sure']})" if row["sure"] else ""
+            setting = f"{row['num_qo_heads']}/{row['num_kv_heads']}/{row['head_dim']}, batch {row['batch_size']}"
+            print(f"{setting}, {row['backend']}: {row['diagnosis']}{sure}: {row['because']}")
+    return 1 if len(bad) else 0
 
 
 def _check_options(arguments: argparse.Namespace) -> None:

@@ -19,6 +19,7 @@ from labkit.engines.roles import Role, gpu_row, kernel, resolve_roles, rows_of, 
 from labkit.engines.server import Server
 from labkit.engines.tables import read_table
 from labkit.engines.trace import summarise
+from labkit.errors import InputError
 from labkit.intervals import generator, percentile_interval, resampled_weights, student_spread
 from labkit.shapes import ModelShape, model_shape, model_shapes
 
@@ -114,6 +115,8 @@ def diagnose_trace(
     Raises InputError: a model that is not in ``model_shapes.csv``.
     """
     seen = summarise(rows)
+    if not seen["step_ms"] > 0:
+        raise InputError(f"trace: wanted steps that take time, got a median of {seen['step_ms']:g} ms")
     found, phases = Diagnosis(seen["engine"], version, model, gpu, trace=seen), seen["phases"]
     shape, peak = _shape(found, given=bool(model)), gpu_row(gpu)
     for phase, entry in phases.items():

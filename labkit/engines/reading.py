@@ -3,7 +3,9 @@
 Memory is bounded whatever comes: a longer line is dropped and named, gzip is expanded chunk by chunk.
 """
 
+import codecs
 import gzip
+import io
 import json
 import re
 import sys
@@ -24,6 +26,33 @@ _ENVELOPES = ("log", "MESSAGE")  # docker's json-file driver; journalctl -o json
 _DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile)
 
 
+_UTF16 = {b"\xff\xfe": "utf-16-le", b"\xfe\xff": "utf-16-be"}
+
+
+class _Recoded(io.RawIOBase):
+    """A file of another encoding as UTF-8, piece by piece; what is no text of it becomes the replacement character."""
+
+    def __init__(self, file: Any, encoding: str):
+        self._file, self._decoder = file, codecs.getincrementaldecoder(encoding)("replace")
+        self._rest = b""
+        file.read(2)  # the byte order mark
+
+    def readable(self) -> bool:
+        """Yes."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill the buffer with the next bytes of UTF-8."""
+        while not self._rest:
+            data = self._file.read1(1 << 16)
+            self._rest = self._decoder.decode(data, final=not data).encode("utf-8", "replace")
+            if not data:
+                break
+        size = min(len(self._rest), len(buffer))
+        buffer[:size], self._rest = self._rest[:size], self._rest[size:]
+        return size
+
+
 class Input:
     """A file, ``-`` for stdin, read as decompressed bytes. Raises InputError where there is no such file."""
 
@@ -39,6 +68,8 @@ class Input:
             self.size, self._raw = Path(path).stat().st_size, Path(path).open("rb", 1 << 20)  # noqa: SIM115
         self._gzip = self._raw.peek(2)[:2] == b"\x1f\x8b"
         self.file: Any = gzip.GzipFile(fileobj=self._raw) if self._gzip else self._raw
+        if (encoding := _UTF16.get(self.start(2))) is not None:  # as PowerShell writes what is redirected
+            self.file = io.BufferedReader(_Recoded(self.file, encoding), 1 << 20)
         self._expanded, self._shown = 0, 0
         self._bar = progress(self.size >> 20, f"read {Path(path).name} MiB") if self.size > _PROGRESS_BYTES else None
 

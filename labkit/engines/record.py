@@ -4,7 +4,7 @@ Letters in this package: S verify steps, S1 those with a draft, A accepted and D
 """
 
 import copy
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 COUNTS = ("num_verify_steps", "num_drafted_steps", "num_drafted_tokens", "num_accepted_tokens")
@@ -51,8 +51,8 @@ class Record:
     details: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field by name, for JSON."""
-        return asdict(self)
+        """Every field by name, for JSON; lists and dicts are the record's own."""
+        return {name: getattr(self, name) for name in self.__slots__}
 
     def warn(self, text: str) -> None:
         """Add a warning once."""

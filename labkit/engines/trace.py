@@ -20,6 +20,7 @@ from labkit.engines.tables import read_table
 from labkit.errors import InputError
 
 MAX_EVENT_CHARACTERS, MAX_HEADER_CHARACTERS, MAX_EVENTS = 1 << 20, 64 << 20, 20_000_000
+_MAX_US = 1e18  # 30,000 years; NaN and infinity are no times
 _DEVICE, _RANGES = ("kernel", "gpu_memcpy", "gpu_memset"), {"user_annotation": "cpu", "gpu_user_annotation": "gpu"}
 _ENGINES = ("sglang", "vllm")
 Phase = tuple[float, float, str]
@@ -84,7 +85,7 @@ class _Events:
         for event in events(source):
             begin, length, name, kind = (event.get(key, 0) for key in ("ts", "dur", "name", "cat"))
             usable = isinstance(begin, int | float) and isinstance(length, int | float) and isinstance(name, str)
-            if event.get("ph") != "X" or not usable or length < 0:
+            if event.get("ph") != "X" or not usable or not (abs(begin) < _MAX_US and 0 <= length < _MAX_US):
                 continue
             if kind in _RANGES:
                 found = [(pattern.search(name), phase) for pattern, phase, _ in patterns]

@@ -77,8 +77,11 @@ class Log:
 def settle_v1(record: Record, printed: float | None) -> None:
     """Settle steps, k and the bonus of a V1 line by arithmetic on its own counts; warn where that fails."""
     accepted, drafted, rates = record.num_accepted_tokens, record.num_drafted_tokens, record.acceptance_rate_per_pos
-    if accepted is None or drafted is None or printed is None:
+    if accepted is None or drafted is None:
         record.warn("figures are missing from the line: it may be cut off")
+        return
+    if printed is None:  # a line that was cut would end with the length: later versions print it first
+        record.warn("no acceptance length and no steps in the line (vLLM 0.8): only the rate is known")
         return
     fits = {
         (k, drafted // k, bonus)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from itertools import product
@@ -9,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from labkit.cost import kv_bytes_read
-from labkit.device_state import DeviceState, device_state
+from labkit.device_state import monitor
 from labkit.errors import InputError, Unsupported
 from labkit.experiments import common
 from labkit.provenance import utc_now
+from labkit.quality import Limits
 from labkit.shapes import MAX_Q_LEN, AttentionShape, dtype_bytes, model_shape
 from labkit.sweep import RunResult
-from labkit.timing import quality_of
 
 PRESETS: dict[str, common.Axes] = {
     "cpu": {
@@ -34,6 +35,7 @@ PRESETS: dict[str, common.Axes] = {
         "l2_state": ["cold"],
         "launch_mode": ["eager"],
         "num_rounds": [15],
+        **common.REPEATS,
         "seed": [0],
     }
 }
@@ -104,9 +106,9 @@ _MORE_GRIDS: dict[str, list[common.Axes]] = {
         },
     ]
 }
-PRESETS["ci"] = PRESETS["cpu"] | {"context_len": [512, 1024], "q_len": [1, 3], "num_rounds": [3]}
+PRESETS["ci"] = PRESETS["cpu"] | {"context_len": [512, 1024], "q_len": [1, 3], "num_rounds": [3], "max_repeats": [1]}
 
-_ONE_VALUE = ("num_rounds", "seed")
+_ONE_VALUE = ("num_rounds", *common.REPEATS, "seed")
 _CELL = (
     *("model", "batch_size", "page_size", "page_order", "q_dtype", "kv_dtype", "mask", "window", "shared_prefix_len"),
     *("l2_state", "launch_mode", "context_len", "q_len"),
@@ -157,7 +159,7 @@ def _points_of_grid(grid: common.Axes, prefix: str) -> list[dict[str, Any]]:
 
 def heads_of(model: str) -> tuple[int, int, int]:
     """Query heads, KV heads and head size of a model shape by name, of a model folder, or of ``24/4/256``."""
-    if (Path(model) / "config.json").is_file():
+    if os.path.isfile(os.path.join(model, "config.json")):  # False for what can be no path, where Path raises
         from labkit.models.weights import read_config
 
         shape, _ = read_config(Path(model), model)
@@ -241,14 +243,16 @@ def measure(cell: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception
     if device != "cpu":
         for name, kernels in launched_kernels(calls).items():
             facts[name] |= _launched(facts[name], kernels)
+    limits = Limits(first)
     samples = sample_rounds(
-        calls, num_rounds=first["num_rounds"], device=device, l2=first["l2_state"],
-        graph=first["launch_mode"] == "graph", seed=first["seed"],
+        calls, num_rounds=limits.num_rounds, max_rounds=limits.max_rounds, widest=limits.widest,
+        monitor=monitor(device), device=device, l2=first["l2_state"], graph=first["launch_mode"] == "graph",
+        seed=first["seed"],
     )  # fmt: skip
-    state = device_state(device)
     for name in calls:
-        own = [sample for sample in samples if sample["name"] == name]
-        results[int(name)] = _rows(own, shape, facts[name], state)
+        rows = _rows([sample for sample in samples if sample["name"] == name], shape, facts[name])
+        limits.mark(rows, "attention_ms")
+        results[int(name)] = rows
     return results
 
 
@@ -306,25 +310,20 @@ def _facts(shape: AttentionShape, call: Any, error: float, plan_ms: float) -> di
     }
 
 
-def _rows(
-    samples: list[dict[str, Any]], shape: AttentionShape, facts: dict[str, Any], state: DeviceState
-) -> list[dict[str, Any]]:
-    quality = quality_of([sample["ms"] for sample in samples])
-    if quality == "ok" and state.throttled:
-        quality = f"throttled ({state.throttled})"
+def _rows(samples: list[dict[str, Any]], shape: AttentionShape, facts: dict[str, Any]) -> list[dict[str, Any]]:
     tiles = -(-max(shape.kv_lens) // _TILE_KEYS) if facts["num_splits"] == 1 else None
     return [
         facts
         | {
             "round": sample["round"],
             "sample": sample["sample"],
-            "quality": quality,
+            "state": sample["state"],
             "bytes_touched": sample["displaced_bytes"] + facts["kv_bytes_read"],
             "attention_ms": sample["ms"],
             "gb_per_s": facts["kv_bytes_read"] / sample["ms"] / 1e6,
             "tile_us": tiles and sample["ms"] * 1e3 / tiles,
-            "sm_clock_mhz": state.sm_clock_mhz,
-            "power_w": state.power_w,
+            "sm_clock_mhz": sample["state"].sm_clock_mhz,
+            "power_w": sample["state"].power_w,
         }
         for sample in samples
     ]

@@ -24,8 +24,11 @@ Axes = dict[str, list[Any]]
 MAX_RANDOM_CONTEXT = 1 << 18
 _FROM_ZERO = (
     *("seed", "temperature", "top_p", "context_len", "num_speculative_tokens"),
-    *("window", "shared_prefix_len", "energy_s"),
+    *("window", "shared_prefix_len", "energy_s", "max_interval_percent"),
 )
+MAX_CELLS = 1_000_000
+# When a cell is measured again (`labkit.quality.Limits`).
+REPEATS: Axes = {"max_repeats": [4], "max_interval_percent": [2.0]}
 
 
 def axes_of(presets: Mapping[str, Axes], preset: str, given: Mapping[str, Sequence[Any]]) -> Axes:
@@ -48,6 +51,8 @@ def axes_of(presets: Mapping[str, Axes], preset: str, given: Mapping[str, Sequen
         smallest = 0 if name in _FROM_ZERO else 1
         if bad := [value for value in values if isinstance(value, int | float) and not smallest <= value < math.inf]:
             raise InputError(f"axis {name}: wanted {smallest} or more, got {bad[0]}")
+    if (num_cells := math.prod(map(len, axes.values()))) > MAX_CELLS:
+        raise InputError(f"grid: wanted at most {MAX_CELLS} combinations of the axes, got {num_cells}")
     return axes
 
 
@@ -176,7 +181,17 @@ def auto_preset() -> str:
 
 
 # Modules whose code decides what a number means: an edit starts a new run instead of mixing with the old.
-_MEASURING = ("speculation.py", "timing.py", "kv_cache.py", "models", "drafting", "workloads.py", "filler.py")
+_MEASURING = (
+    "speculation.py",
+    "timing.py",
+    "quality.py",
+    "device_state.py",
+    "kv_cache.py",
+    "models",
+    "drafting",
+    "workloads.py",
+    "filler.py",
+)
 
 
 def sweep(

@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,6 +15,7 @@ from labkit import axes
 from labkit.errors import InputError
 from labkit.experiments import acceptance, attention, common, loop, step
 from labkit.paths import cache_dir
+from labkit.quality import kinds
 from labkit.sweep import RunResult
 
 MODULES: dict[str, ModuleType] = {"attention": attention, "acceptance": acceptance, "loop": loop, "step": step}
@@ -54,17 +56,34 @@ def run_from_arguments(arguments: argparse.Namespace) -> int:
     points = module.points(preset, **given)
     if arguments.dry_run:
         return _show_plan(arguments, points, module)
-    result = common.sweep(
-        arguments.experiment,
-        points,
-        out_dir=arguments.out,
-        resume=not arguments.no_resume,
-        seed=arguments.seed,
-        timeout_s=timeout_s,
-        budget_s=budget_s,
-        backend_file=arguments.backend_file,
-    )
+    with _executor(arguments) as executor:
+        result = common.sweep(
+            arguments.experiment,
+            points,
+            out_dir=arguments.out,
+            resume=not arguments.no_resume,
+            seed=arguments.seed,
+            executor=executor,
+            timeout_s=timeout_s,
+            budget_s=budget_s,
+            backend_file=arguments.backend_file,
+        )
     return _show_result(arguments, result)
+
+
+def _executor(arguments: argparse.Namespace) -> AbstractContextManager[Any]:
+    """What `run_sweep` takes as its executor: a name, or a client of the cluster whose scheduler was named."""
+    if arguments.scheduler is None:
+        return nullcontext(arguments.executor)
+    if arguments.executor != "dask":
+        raise InputError("--scheduler: wanted --executor dask beside it")
+    from distributed import Client
+
+    place = {"scheduler_file": arguments.scheduler} if Path(arguments.scheduler).is_file() else {}
+    try:
+        return Client(**place) if place else Client(arguments.scheduler, timeout=30)
+    except (OSError, ValueError, TimeoutError) as error:
+        raise InputError(f"--scheduler {arguments.scheduler}: no Dask scheduler answers there ({error})") from None
 
 
 def _show_plan(arguments: argparse.Namespace, points: list[dict[str, Any]], module: ModuleType) -> int:
@@ -106,8 +125,12 @@ def _remarks(result: RunResult) -> tuple[dict[str, int], dict[str, int]]:
     rows = load_runs(result.path.parent.parent.name, result.path)
     failed = rows[rows["status"] != "ok"]
     doubtful = rows[rows["quality"].notna() & (rows["quality"] != "ok")]
-    points = doubtful[["quality", "point_key"]].drop_duplicates()["quality"]
-    return dict(Counter(failed["status"] + ": " + failed["reason"].astype(str))), dict(Counter(points))
+    points = doubtful.drop_duplicates(["quality", "point_key"])
+    found = {
+        (key, kind) for key, value in zip(points["point_key"], points["quality"], strict=True) for kind in kinds(value)
+    }
+    reasons = Counter(failed["status"] + ": " + failed["reason"].astype(str))
+    return dict(reasons), dict(sorted(Counter(kind for _, kind in found).items()))
 
 
 def _print(arguments: argparse.Namespace, content: dict[str, Any], text: str) -> None:

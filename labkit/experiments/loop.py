@@ -10,13 +10,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from labkit import workloads
+from labkit.device_state import monitor
 from labkit.errors import InputError, Unsupported
 from labkit.experiments import common
 from labkit.experiments.acceptance import DRAFTERS, make_drafter, prompt_tokens
+from labkit.quality import Limits
 from labkit.shapes import AttentionShape, model_shape
 from labkit.sweep import RunResult
 
@@ -43,6 +46,8 @@ PRESETS: dict[str, common.Axes] = {
         "launch_mode": ["eager"],
         "num_rounds": [6],
         "steps_per_round": [2],
+        "max_repeats": [2],
+        "max_interval_percent": [5.0],
         "seed": [0],
     }
 }
@@ -54,19 +59,16 @@ PRESETS["gpu"] = PRESETS["cpu"] | {
     "launch_mode": ["graph"],
     "num_rounds": [16],
     "steps_per_round": [4],
+    **common.REPEATS,
 }
 PRESETS["ci"] = PRESETS["cpu"] | {"context_len": [512], "num_speculative_tokens": [2], "num_rounds": [2]}
+PRESETS["ci"]["max_repeats"] = [1]
 
 _ONE_VALUE = (
-    "target",
-    "acceptance",
-    "weight_dtype",
-    "launch_mode",
-    "num_rounds",
-    "steps_per_round",
-    "seed",
-    "num_prompts",
+    *("target", "acceptance", "weight_dtype", "launch_mode", "num_rounds", "steps_per_round", "seed", "num_prompts"),
+    *common.REPEATS,
 )
+_ALIKE = ("num_drafted_tokens",)  # the samples of an arm that one time is made of
 # The first step of an arm's turn is not kept on a GPU; on a CPU it takes no longer than the others (each step reads
 # all weights, far beyond the caches).
 _WARM_UP_STEPS = {"cpu": 0, "cuda": 1}
@@ -160,14 +162,16 @@ def measure(arms: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception
     runs = [run for index, arm in enumerate(arms) if index not in errors for run in _runs(index, arm)]
     target = _target(first, prompt_ids)
     shuffle = random.Random(first["seed"])
-    for round_index in range(-1, first["num_rounds"]):  # round -1 warms up and is not kept
+    watch, limits = monitor(common.device()), Limits(first)
+    for round_index in chain([-1], limits.rounds(rows, "step_ms", _ALIKE)):  # round -1 warms up and is not kept
         shuffle.shuffle(runs)
         for arm_run in runs:
             found, kept = _rows(arm_run, target, [prompt_ids] * first["batch_size"], round_index), rows[arm_run.index]
             if round_index >= 0:
-                kept.extend(row | {"sample": sample} for sample, row in enumerate(found, start=len(kept)))
+                more = {"state": watch()}
+                kept.extend(row | more | {"sample": sample} for sample, row in enumerate(found, start=len(kept)))
     for kept in rows:
-        _mark_quality(kept, first.get("noise_floor_us"))
+        limits.mark(kept, "step_ms", _ALIKE)
     return [errors.get(index, kept) for index, kept in enumerate(rows)]
 
 
@@ -180,17 +184,6 @@ def _prompt_ids(point: dict[str, Any]) -> list[int]:
         draw, vocab_size = random.Random(point["seed"]), model_shape(target.removeprefix("random:")).vocab_size
         return [draw.randrange(vocab_size) for _ in range(point["context_len"])]
     return prompt_tokens(point)[0]
-
-
-def _mark_quality(rows: list[dict[str, Any]], noise_floor_us: float | None) -> None:
-    """Judge the samples of each draft length together."""
-    from labkit.timing import quality_of
-
-    for length in {row["num_drafted_tokens"] for row in rows}:
-        alike = [row for row in rows if row["num_drafted_tokens"] == length]
-        quality = quality_of([row["step_ms"] for row in alike], noise_floor_us=noise_floor_us)
-        for row in alike:
-            row["quality"] = quality
 
 
 def _runs(index: int, point: dict[str, Any]) -> list[_Arm]:

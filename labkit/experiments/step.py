@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from labkit.cost import attention_shape, kv_bytes_read
+from labkit.device_state import monitor
 from labkit.errors import InputError, Unsupported, WrongResult
 from labkit.experiments import common
+from labkit.quality import Limits
 from labkit.shapes import MAX_Q_LEN, ModelShape
 from labkit.sweep import RunResult
-from labkit.timing import quality_of
 
 if TYPE_CHECKING:
     from labkit.kv_cache import PagedKVCache
@@ -40,6 +41,7 @@ PRESETS: dict[str, common.Axes] = {
         "shared_prefix_len": [0],
         "launch_mode": ["eager"],
         "num_rounds": [10],
+        **common.REPEATS,
         "energy_s": [0],
         "seed": [0],
     }
@@ -100,9 +102,10 @@ PRESETS["ci"] = PRESETS["cpu"] | {
     "context_len": [64, 128],
     "q_len": [1, 3],
     "num_rounds": [3],
+    "max_repeats": [1],
 }
 
-_FIXED = ("num_rounds", "seed", "energy_s")
+_FIXED = ("num_rounds", *common.REPEATS, "seed", "energy_s")
 _CELL = ("target", "weight_dtype", "kv_dtype", "batch_size", "context_len", "shared_prefix_len", "launch_mode")
 _DRAFTERS = ("none", "one layer")
 _WEIGHT_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
@@ -216,14 +219,19 @@ def measure(cell: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception
     if first["launch_mode"] == "graph":
         for name, parts in _anatomy(calls).items():
             facts[name] |= parts
-    timed = sample_rounds(calls, num_rounds=first["num_rounds"], device=device, l2="warm", seed=first["seed"])
+    limits = Limits(first)
+    timed = sample_rounds(
+        calls, num_rounds=limits.num_rounds, max_rounds=limits.max_rounds, widest=limits.widest,
+        monitor=monitor(device), device=device, l2="warm", seed=first["seed"],
+    )  # fmt: skip
     for name, call in calls.items():
+        fact = facts[name] | _energy(call, first["energy_s"], device)
         own = [sample for sample in timed if sample["name"] == name]
-        quality = quality_of([sample["ms"] for sample in own])
-        fact = facts[name] | {"quality": quality} | _energy(call, first["energy_s"], device)
-        results[int(name)] = [
-            fact | {"round": sample["round"], "sample": sample["sample"], "forward_ms": sample["ms"]} for sample in own
+        rows = [
+            fact | {n: sample[n] for n in ("round", "sample", "state")} | {"forward_ms": sample["ms"]} for sample in own
         ]
+        limits.mark(rows, "forward_ms")
+        results[int(name)] = rows
     return results
 
 

@@ -21,8 +21,8 @@ from labkit.worker import one_line, status_of
 
 # Small enough for the whole trial to take less than 30 s; longer contexts are a `--set context_len=` away.
 AXES: dict[str, common.Axes] = {
-    "cpu": {"context_len": [512, 4096], "q_len": [1, 5], "num_rounds": [7]},
-    "gpu": {"context_len": [4096, 32768, 131072], "q_len": [1, 8], "num_rounds": [21]},
+    "cpu": {"context_len": [512, 4096], "q_len": [1, 5], "num_rounds": [7], "max_repeats": [1]},
+    "gpu": {"context_len": [4096, 32768, 131072], "q_len": [1, 8], "num_rounds": [21], "max_repeats": [1]},
 }
 
 

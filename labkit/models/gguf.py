@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from labkit.errors import InputError
+from labkit.models.gguf_header import check_header
 from labkit.paths import cache_dir
 
 if TYPE_CHECKING:
@@ -90,13 +91,17 @@ def _write_folder(path: Path, folder: Path) -> None:
     from gguf import GGUFReader
     from safetensors.numpy import save_file
 
+    check_header(path)
     try:
         reader = GGUFReader(path)
-    except (ValueError, KeyError, IndexError) as error:
-        raise InputError(f"{path} must be a GGUF file, but reading it failed: {error}") from error
-    config = _config(reader, path)
-    save_file(dict(_tensors(reader, config, path)), folder / "model.safetensors", metadata={"format": "pt"})
-    _write_tokenizer(reader, folder, path)
+        config = _config(reader, path)
+        save_file(dict(_tensors(reader, config, path)), folder / "model.safetensors", metadata={"format": "pt"})
+        _write_tokenizer(reader, folder, path)
+    except (InputError, OSError):
+        raise
+    except Exception as error:  # three libraries read what the file claims; whatever they stumble over is in the file
+        problem = f"{type(error).__name__}: {error}"
+        raise InputError(f"{path} must be a GGUF file of a llama model, but reading it failed: {problem}") from error
     (folder / "config.json").write_text(json.dumps(config, indent=1))
 
 

@@ -1,0 +1,114 @@
+"""A real JupyterLab and a real Chromium for the browser tests: start, open, run, read."""
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from labkit import paths
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+SHOTS = paths.BUILD / "browser"
+_FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking")
+_READY = """() => {
+  const app = window.jupyterapp, widget = app && app.shell.currentWidget;
+  return !document.querySelector('#jupyterlab-splash') && widget && widget.context && widget.context.isReady &&
+    widget.sessionContext.isReady && widget.sessionContext.session?.kernel?.status === 'idle';
+}"""
+_RAN = """() => {
+  const widget = window.jupyterapp.shell.currentWidget;
+  const cells = widget.content.model.toJSON().cells.filter((cell) => cell.cell_type === 'code');
+  const failed = cells.some((cell) => cell.outputs.some((output) => output.output_type === 'error'));
+  const idle = widget.sessionContext.session?.kernel?.status === 'idle';
+  return idle && (failed || cells.every((cell) => cell.execution_count));
+}"""
+
+
+class Lab:
+    """JupyterLab on a free port of 127.0.0.1, with its own empty configuration and the workbench's settings."""
+
+    def __init__(self, folder: Path, notebooks: Path):
+        self.token, self.folder = secrets.token_hex(16), folder
+        names = ("CONFIG_DIR", "DATA_DIR", "RUNTIME_DIR")
+        own = {f"JUPYTER_{name}": str(folder / name.lower()) for name in names}
+        own |= {"IPYTHONDIR": str(folder / "ipython"), "MPLCONFIGDIR": str(folder / "mpl"), "JUPYTER_TOKEN": self.token}
+        own |= {"JUPYTER_CONFIG_PATH": str(paths.ROOT / "jupyter"), "PYTHONPATH": str(paths.ROOT)}
+        environment = {name: value for name, value in os.environ.items() if name != "LABKIT_BATCH"} | own
+        command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--port=0"]
+        command += [f"--ServerApp.root_dir={notebooks}", "--LabApp.expose_app_in_browser=True"]
+        self.log = (folder / "lab.log").open("w")
+        self.process = subprocess.Popen(command, env=environment, stdout=self.log, stderr=self.log, cwd=folder)
+        self.url = self._wait(folder / "runtime_dir" / f"jpserver-{self.process.pid}.json")
+
+    def _wait(self, record: Path, limit_s: float = 90.0) -> str:
+        deadline = time.monotonic() + limit_s
+        while time.monotonic() < deadline and self.process.poll() is None:
+            if record.exists() and record.read_text().strip():
+                url = json.loads(record.read_text())["url"]
+                request = urllib.request.Request(f"{url}api/status", headers={"Authorization": f"token {self.token}"})
+                # The record is there before the socket listens.
+                with contextlib.suppress(OSError), urllib.request.urlopen(request, timeout=10):
+                    return url
+            time.sleep(0.2)
+        raise RuntimeError(f"JupyterLab did not start:\n{(self.folder / 'lab.log').read_text()[-2000:]}")
+
+    def close(self) -> None:
+        self.process.terminate()
+        self.process.wait(timeout=20)
+        self.log.close()
+
+
+class Notebook:
+    """One notebook in a browser tab."""
+
+    def __init__(self, context: Any, lab: Lab, name: str):
+        self.page, self.name, self.problems = context.new_page(), name, []
+        self.page.on("pageerror", lambda error: self.problems.append(f"page error: {error}"))
+        self.page.on("request", self._look)
+        self.page.goto(f"{lab.url}lab/workspaces/{Path(name).stem}/tree/{name}?reset&token={lab.token}")
+
+    def _look(self, request: Any) -> None:
+        if not request.url.startswith(("http://127.0.0.1:", "ws://127.0.0.1:", "data:", "blob:")):
+            self.problems.append(f"request to {request.url}")
+
+    def ready(self) -> None:
+        self.page.wait_for_function(_READY, timeout=90_000)
+
+    def command(self, name: str) -> None:
+        # Braces: the command's promise may never settle, and returning it would hang the call.
+        self.page.evaluate(f"() => {{ window.jupyterapp.commands.execute('{name}') }}")
+
+    def run_all(self) -> None:
+        self.command("notebook:run-all-cells")
+
+    def finished(self, limit_s: float = 90.0) -> list[dict[str, Any]]:
+        """The code cells with their outputs, once all have run or one has failed."""
+        self.page.wait_for_function(_RAN, timeout=1000 * limit_s)
+        return self.cells()
+
+    def cells(self) -> list[dict[str, Any]]:
+        found = self.page.evaluate("() => window.jupyterapp.shell.currentWidget.content.model.toJSON().cells")
+        return [cell for cell in found if cell["cell_type"] == "code"]
+
+    def shot(self, name: str) -> None:
+        SHOTS.mkdir(parents=True, exist_ok=True)
+        self.page.screenshot(path=SHOTS / f"{name}.png")
+
+
+def errors(cells: list[dict[str, Any]]) -> list[str]:
+    """Errors among the outputs of cells."""
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    return [f"{o['ename']}: {o['evalue']}" for o in outputs if o["output_type"] == "error"]
+
+
+def printed(cells: list[dict[str, Any]]) -> str:
+    """Everything that cells wrote to their streams."""
+    texts = [o["text"] for cell in cells for o in cell["outputs"] if o["output_type"] == "stream"]
+    return "".join(text if isinstance(text, str) else "".join(text) for text in texts)

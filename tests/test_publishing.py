@@ -1,0 +1,129 @@
+"""What leaves the workbench: figures by name, tables for write-ups, the page to send."""
+
+import json
+import re
+
+import pandas as pd
+import pytest
+
+from labkit.breakeven import breakeven, verdict_table
+from labkit.cli import main
+from labkit.errors import InputError
+from labkit.named_figures import FIGURES, Request, write_figure
+from labkit.page import page_html
+from labkit.tables import html_table, latex_table, write_table
+from tests.synthetic import CPU, acceptance_rows, loop_rows, write_runs
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("publishing")
+    write_runs(folder, CPU)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def result():
+    return breakeven(loop_rows(CPU), acceptance_rows(CPU), resamples=200)
+
+
+def test_every_figure_by_name(folder, tmp_path, capsys):
+    drawn = [name for name in FIGURES if name in ("breakeven", "speedup", "attention", "over_floor", "acceptance")]
+    for name in drawn:
+        out = tmp_path / f"{name}.svg"
+        assert main(["figure", name, str(folder), "--out", str(out), "--width", "column", "--label", "sdpa=Ours"]) == 0
+        svg = out.read_text()
+        assert ("Ours" in svg) == (name != "acceptance")
+        assert 'width="244.8pt"' in svg  # 3.4 in
+        assert json.loads(out.with_suffix(".json").read_text())["sources"]
+    assert str(tmp_path / "breakeven.svg") in capsys.readouterr().out
+
+
+def test_where_selects_rows(folder, tmp_path):
+    request = Request([folder], where={"num_speculative_tokens": ["4"], "workload": ["prose"]})
+    write_figure("breakeven", tmp_path / "a.svg", request)
+    svg = (tmp_path / "a.svg").read_text()
+    assert "k = 4" in svg
+    assert "code editing" not in svg
+    assert main(["figure", "breakeven", str(folder), "--out", str(tmp_path / "b.pdf"), "--where", "k=9"]) == 2
+
+
+def test_imposed_length_needs_no_acceptance(folder, tmp_path):
+    write_figure("breakeven", tmp_path / "a.svg", Request([folder / "loop"], acceptance_length="2.4,2.1,2.7"))
+    assert "imposed 2.4" in (tmp_path / "a.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing", "--out", "a.pdf"], "figure: want one of breakeven, speedup"),
+        (["breakeven", "--out", "a.jpg"], "want a file ending in .svg, .pdf, .png, or .html"),
+        (["breakeven", "--out", "a.pdf", "--width", "wide"], "--width: wanted column, text or inches"),
+        (["breakeven", "--out", "a.pdf", "--label", "mine"], "--label 'mine': wanted name=value"),
+    ],
+)
+def test_bad_input_is_one_line(folder, tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    name, *rest = arguments
+    assert main(["figure", name, str(folder), *rest]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_latex_table_is_booktabs_with_intervals(result):
+    text = latex_table(verdict_table(result.cells), "baseline: fastest")
+    lines = text.splitlines()
+    assert lines[0] == "% baseline: fastest"
+    assert re.fullmatch(r"\\begin\{tabular\}\{[lr]+\}", lines[1])
+    assert [line for line in lines if line in (r"\toprule", r"\midrule", r"\bottomrule")] == [
+        *(r"\toprule", r"\midrule", r"\bottomrule"),
+    ]
+    body = lines[lines.index(r"\midrule") + 1 : lines.index(r"\bottomrule")]
+    assert len(body) == len(result.cells)
+    columns = lines[1].count("l", len(r"\begin{tabular}{")) + lines[1].count("r", len(r"\begin{tabular}{"))
+    assert all(line.count(" & ") == columns - 1 and line.endswith(r" \\") for line in body)
+    assert r"per\_token" in text
+    assert re.search(r"\d\.\d\d~\[\d\.\d\d, \d\.\d\d\]", text)
+
+
+def test_tables_escape_what_the_data_hold():
+    table = pd.DataFrame({"backend": ["<b>a_b</b> & 50% #1 ~^\\"], "speed-up": ["1.20 [1.10, 1.30]"]})
+    assert r"<b>a\_b</b> \& 50\% \#1 \textasciitilde{}\textasciicircum{}\textbackslash{}" in latex_table(table)
+    html = html_table(table)
+    assert "<b>" not in html
+    assert "&lt;b&gt;a_b" in html
+    assert html.count("text-align: right") == 2  # the head and the number
+
+
+@pytest.mark.parametrize("suffix", ["tex", "html", "csv", "parquet"])
+def test_breakeven_writes_tables(folder, tmp_path, suffix):
+    out = tmp_path / f"cells.{suffix}"
+    paths = [str(folder)]
+    assert main(["breakeven", "--cost", *paths, "--acceptance", *paths, "--out", str(out)]) == 0
+    if suffix in ("csv", "parquet"):
+        cells = pd.read_csv(out) if suffix == "csv" else pd.read_parquet(out)
+        assert len(cells) == 24
+        assert {"relative_step_cost", "speedup_low", "verdict"} <= set(cells)
+    else:
+        assert "pays" in out.read_text()
+
+
+def test_table_of_another_kind_is_refused(result, tmp_path):
+    with pytest.raises(InputError, match=r"want a file ending in .tex, .html, .csv, .parquet"):
+        write_table(result, tmp_path / "a.xlsx")
+    with pytest.raises(InputError, match="no such folder"):
+        write_table(result, tmp_path / "nowhere" / "a.csv")
+
+
+def test_page_is_whole_and_asks_nothing_of_the_network(result, folder, tmp_path):
+    hostile = breakeven(loop_rows(CPU), acceptance_rows(CPU).replace("prose", "</script><b>"), resamples=200)
+    text = page_html(hostile, runs=("20260131T120000Z-aaaaaa",))
+    assert text.count("</script>") == 2
+    assert "default-src 'none'" in text
+    assert not re.search(r"""<(?:script|link|img)[^>]+(?:src|href)=""", text)
+    assert "20260131T120000Z-aaaaaa" in text
+    assert len(text) < 2e6
+    saved = write_figure("breakeven", tmp_path / "page.html", Request([folder]))
+    assert saved.files[0].read_text().startswith("<!DOCTYPE html>")
