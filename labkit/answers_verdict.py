@@ -62,10 +62,10 @@ def concurrency_answer(surface: Surface) -> str:
             claim = f"pays {claim}" if crossing["decided"] else "undecided around"
             lines.append(f"- {where}: {claim} {crossing['batch_size']:.0f} requests [{bounds[0]}, {bounds[1]}].")
     groups: dict[tuple[str, str], list[str]] = {}
-    for point, rows in matching_curves(surface.result.turning_points, cells):
-        if not point["crossovers"]:
+    for found, rows in matching_curves(surface.result.turning_points, cells):
+        if not found["crossovers"]:
             state = "gains" if (rows["speedup"] > 1).all() else "loses" if (rows["speedup"] < 1).all() else "varies"
-            groups.setdefault((point["verify_backend"], state), []).append(format_tokens(point["context_len"]))
+            groups.setdefault((found["verify_backend"], state), []).append(format_tokens(found["context_len"]))
     for (backend, state), contexts in groups.items():
         where = ", ".join(dict.fromkeys(contexts))
         lines.append(f"- verify on {backend}: {state} at every batch up to {batches[-1]:g}, contexts {where}.")

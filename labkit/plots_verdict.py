@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.tri import Triangulation
 
 from labkit.breakeven import Breakeven
 from labkit.canvas import add_header, add_legend, bars, freeze_layout, marks, new_figure
@@ -26,6 +27,7 @@ from labkit.style import (
     context_axis,
     display_name,
     format_tokens,
+    origin_style,
     series_styles,
     styled,
 )
@@ -72,7 +74,8 @@ def figure_contours(
         _contour(ax, cells[cells["verify_backend"] == backend])
         ax.set_title(backend)
     axes[0].set_ylabel("batch size (requests)")
-    add_header(figure, f"Acceptance length that a step must yield, k = {k}", describe(cells, result.baseline))
+    about = describe(cells, result.baseline) + _imposed(cells)
+    add_header(figure, f"Acceptance length that a step must yield, k = {k}", about)
     shapes = [("o", INK, "pays"), ("o", "white", "loses or cannot pay"), ("x", INK, "undecided or unknown")]
     entries: list[Any] = [
         (Line2D([], [], linestyle="", marker=marker, color=INK, markerfacecolor=face, markersize=4), text)
@@ -81,6 +84,12 @@ def figure_contours(
     add_legend(figure, entries)
     freeze_layout(figure)
     return figure
+
+
+def _imposed(cells: pd.DataFrame) -> str:
+    """What a subtitle must say of acceptance that was not measured."""
+    lengths = sorted(cells.loc[cells["origin"] == "forced", "mean_acceptance_length"].dropna().unique())
+    return f" · imposed acceptance length {', '.join(f'{value:g}' for value in lengths)}" if lengths else ""
 
 
 def _fullest_k(cells: pd.DataFrame) -> int:
@@ -93,13 +102,16 @@ def _fullest_k(cells: pd.DataFrame) -> int:
 
 
 def _contour(ax: Axes, cells: pd.DataFrame) -> None:
-    table = cells.pivot_table(index="batch_size", columns="context_len", values="relative_step_cost")
-    x, y = (table.columns.to_numpy(float), table.index.to_numpy(float))
-    low, high = np.nanmin(table.to_numpy()), np.nanmax(table.to_numpy())
-    step = next(size for size in (0.05, 0.1, 0.2, 0.25, 0.5, 1.0, 2.0, 5.0) if (high - low) / size <= 9 or size == 5.0)
+    cells = cells.sort_values(["batch_size", "context_len"])
+    places = cells.drop_duplicates(["batch_size", "context_len"])
+    x, y, cost = (places[name].to_numpy(float) for name in ("context_len", "batch_size", "relative_step_cost"))
+    low, high = cost.min(), cost.max()
+    step = next(size for size in (0.05, 0.1, 0.2, 0.25, 0.5, 1.0, 2.0, 5.0) if (high - low) / size <= 5 or size == 5.0)
     levels = np.arange(np.floor(low / step) * step, high + step, step)
     context_axis(ax, x.min(), x.max())
-    lines = ax.contour(x, y, table.to_numpy(float), levels=levels, colors=INK, linewidths=0.9)
+    # Between neighbouring measured cells only; neighbours are told on the log axes that are drawn.
+    mesh = Triangulation(x, y, Triangulation(np.log2(x), np.log2(y)).triangles)
+    lines = ax.tricontour(mesh, cost, levels=levels, colors=INK, linewidths=0.9)
     lines.set_in_layout(False)
     for text in ax.clabel(lines, fmt=lambda value: f"{value:.3g}", fontsize=NOTE_SIZE):
         text.set_in_layout(False)
@@ -112,7 +124,7 @@ def _contour(ax: Axes, cells: pd.DataFrame) -> None:
                 marks(ax, part["context_len"], part["batch_size"], look, hollow=hollow, size=3.4)
     ax.set_yscale("log", base=2)
     ax.set_ylim(y.min() / 1.25, y.max() * 1.25)
-    ax.yaxis.set_major_locator(FixedLocator(list(y)))
+    ax.yaxis.set_major_locator(FixedLocator(sorted(set(y))))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     ax.yaxis.set_minor_locator(NullLocator())
 
@@ -268,7 +280,7 @@ def figure_concurrency(result: Breakeven, *, width_in: float = TEXT_WIDTH_IN) ->
             x, y = curve["batch_size"].to_numpy(float), curve["speedup"].to_numpy(float)
             ax.fill_between(x, curve["speedup_low"], curve["speedup_high"], color=style.color, alpha=0.17, linewidth=0)
             ax.plot(x, y, color=style.color)
-            marks(ax, x, y, style)
+            marks(ax, x, y, style, hollow=not origin_style(str(curve["origin"].iloc[0])).filled)
             ends.add(x[-1], y[-1], str(backend), color=style.color)
         for turning, _ in matching_curves(result.turning_points, cells[cells["context_len"] == context]):
             for crossing in turning["crossovers"]:
@@ -283,6 +295,7 @@ def figure_concurrency(result: Breakeven, *, width_in: float = TEXT_WIDTH_IN) ->
         ax.set_title(f"context {format_tokens(context)}")
     axes[0].set_ylabel("speed-up over plain decode")
     without = ["batch_size"]
-    add_header(figure, "Speed-up under concurrency", describe(cells, result.baseline, without=without))
+    about = describe(cells, result.baseline, without=without) + _imposed(cells)
+    add_header(figure, "Speed-up under concurrency", about)
     freeze_layout(figure)
     return figure
