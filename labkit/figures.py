@@ -27,10 +27,10 @@ FORMATS = ("svg", "pdf", "png")
 # Everything between stored rows and ink. A change in one of these makes a figure stale.
 DRAWING_CODE = (
     *("acceptance.py", "acceptance_join.py", "acceptance_positions.py", "attention_table.py"),
-    *("breakeven.py", "canvas.py", "cause.py", "cost.py", "crossovers.py", "curves.py", "diagnosis.py"),
-    *("explorer.py", "figures.py", "forward_costs.py", "intervals.py", "labels.py", "pairings.py"),
+    *("breakeven.py", "canvas.py", "cause.py", "cost.py", "crossovers.py", "curves.py", "device_state.py"),
+    *("diagnosis.py", "explorer.py", "figures.py", "forward_costs.py", "intervals.py", "labels.py", "pairings.py"),
     *("panels.py", "plots.py", "plots_acceptance.py", "plots_attention.py", "plots_engine.py"),
-    "plots_explorer.py",
+    *("plots_explorer.py", "quality.py"),
     *("plots_floor.py", "plots_pairings.py", "plots_step.py", "plots_verdict.py", "rows.py", "schema.py"),
     *("shapes.py", "speedup.py", "step_costs.py", "step_table.py", "style.py"),
 )
