@@ -228,9 +228,9 @@ def test_readouts_equal_the_command_line(explorer, folder):
 def test_pointer_reads_a_point_and_brush_narrows_the_crossings(explorer):
     box = explorer.canvas.bounding_box()
     said = ""
-    for step in range(60):  # down the mark at the chosen context, where there are points
-        explorer.page.mouse.move(box["x"] + box["width"] * 0.61, box["y"] + box["height"] * (0.2 + 0.007 * step))
-        explorer.page.wait_for_timeout(60)
+    for step in range(28):  # down the mark at the chosen context, where there are points
+        explorer.page.mouse.move(box["x"] + box["width"] * 0.61, box["y"] + box["height"] * (0.2 + 0.015 * step))
+        explorer.page.wait_for_timeout(350)
         if "[" in (said := explorer.text("pointer")):
             break
     assert " at " in said
