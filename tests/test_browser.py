@@ -228,9 +228,9 @@ def test_readouts_equal_the_command_line(explorer, folder):
 def test_pointer_reads_a_point_and_brush_narrows_the_crossings(explorer):
     box = explorer.canvas.bounding_box()
     said = ""
-    for step in range(60):  # down the mark at the chosen context, where there are points
-        explorer.page.mouse.move(box["x"] + box["width"] * 0.61, box["y"] + box["height"] * (0.2 + 0.007 * step))
-        explorer.page.wait_for_timeout(60)
+    for step in range(28):  # down the mark at the chosen context, where there are points
+        explorer.page.mouse.move(box["x"] + box["width"] * 0.61, box["y"] + box["height"] * (0.2 + 0.015 * step))
+        explorer.page.wait_for_timeout(350)
         if "[" in (said := explorer.text("pointer")):
             break
     assert " at " in said
@@ -333,3 +333,39 @@ def test_a_sweep_from_a_cell_shows_progress_stops_and_resumes(browser, lab):
     cells = tab.cells()
     assert "resuming" in printed(cells)
     assert tab.problems == []
+
+
+def test_the_page_to_send_takes_files_of_the_reader(browser, folder):
+    from labkit.breakeven import breakeven
+    from labkit.page import write_page
+
+    result = breakeven(loop_rows(CPU), acceptance_rows(CPU), resamples=200)
+    file = write_page(result, folder / "page.html")
+    cells = result.cells.assign(speedup=result.cells["speedup"] + 1)
+    cells.to_csv(folder / "cells.csv", index=False)
+    for name in ("snappy", "gzip", "zstd"):
+        cells.to_parquet(folder / f"{name}.parquet", compression=name)
+    cells[["context_len"]].to_csv(folder / "poor.csv", index=False)
+    page, problems = browser.new_page(), []
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("request", lambda request: problems.append(request.url) if request.url.startswith("http") else None)
+    page.goto(file.as_uri())
+    page.wait_for_selector("#table td")
+    own = page.inner_text("#table")
+    for name in ("cells.csv", "snappy.parquet", "gzip.parquet"):
+        page.set_input_files("#file", folder / name)
+        page.wait_for_function("(name) => document.querySelector('#source').innerText.includes(name)", arg=name)
+        dropped = page.inner_text("#table")
+        assert dropped != own
+        first = cells.query("num_speculative_tokens == 4 and workload == 'code_editing'").iloc[0]
+        assert f"{first['speedup']:.2f} [" in dropped
+    for name, message in {"zstd.parquet": "compressed with zstd", "poor.csv": "lacks the column"}.items():
+        page.set_input_files("#file", folder / name)
+        page.wait_for_function("(text) => document.querySelector('#message').innerText.includes(text)", arg=message)
+        assert page.inner_text("#table") == dropped
+    picture = page.inner_html("#chart")
+    page.select_option("#select-workload", "1")
+    assert page.inner_html("#chart") != picture
+    page.screenshot(path=SHOTS / "page.png", full_page=True)
+    page.close()
+    assert problems == []
