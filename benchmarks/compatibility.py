@@ -158,8 +158,9 @@ def table(work: Path) -> str:
         seen = found.get("versions", {})
         data = ", ".join(seen.get(name, "") for name in ("numpy", "pandas", "pyarrow")) if seen else ""
         torch = seen.get("torch") or cell.torch or "none"
-        fields = [seen.get("python", cell.python), torch, seen.get("triton", "none" if seen else ""),
-                  seen.get("jupyterlab", "none" if seen else ""), data, found["result"], found["reason"]]  # fmt: skip
+        absent = {name: "none" if name in cell.without else "" for name in ("triton", "jupyter")}
+        fields = [seen.get("python", cell.python), torch, seen.get("triton", absent["triton"]),
+                  seen.get("jupyterlab", absent["jupyter"]), data, found["result"], found["reason"]]  # fmt: skip
         lines.append("| " + " | ".join(fields) + " |")
     return (
         HEAD
