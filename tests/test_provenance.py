@@ -60,6 +60,8 @@ def test_no_name_of_person_or_machine(monkeypatch):
     [
         ("sk-abcdefghijklmnop1234", "<secret>"),
         ("key hf_abcdefghijklmnopqrstu end", "key <secret> end"),
+        ("hf_token: abcdef", "hf_token: <secret>"),
+        ("verify on per_token: pays", "verify on per_token: pays"),  # a backend's name
         ("Authorization: Bearer eyJhbGciOi", "Authorization: Bearer <secret>"),
         ("https://ann:pw@host.example/x", "https://<secret>@host.example/x"),
         ("--api-key abc --k 4", "--api-key <secret> --k 4"),

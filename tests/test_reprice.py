@@ -7,8 +7,8 @@ import torch
 
 from labkit.breakeven import breakeven
 from labkit.drafting.forced import ForcedDrafter, fixed_acceptance
+from labkit.drafting.ngram import NgramDrafter
 from labkit.errors import InputError
-from labkit.experiments.acceptance import make_drafter
 from labkit.forcing import all_reject_ratio, forcing_check
 from labkit.formulas import (
     DRAWN,
@@ -156,7 +156,7 @@ def test_forcing_leaves_the_work_of_a_step_unchanged() -> None:
             return forward(requests, tokens, backend)
 
         target._forward = counted
-        drafter = ForcedDrafter(make_drafter("ngram"), accepted=fixed_acceptance(accepted), length=3)
+        drafter = ForcedDrafter(NgramDrafter(), accepted=fixed_acceptance(accepted), length=3)
         prompt = torch.arange(1, 33).tolist()
         options = {"num_speculative_tokens": 3, "max_new_tokens": 64, "max_steps": 6, "accept": accept_forced}
         (generation,) = speculate(target, drafter, [prompt], **options)
