@@ -32,15 +32,16 @@ print("complete:", result.complete, result.counts)"""
 # A control and the key that moves it, from the state that the lines before left.
 PRESSES = (
     ("context_len", "ArrowRight"),
+    ("acceptance", "ArrowDown"),
+    ("length", "ArrowLeft"),
+    ("bounds", "ArrowLeft"),
+    ("acceptance", "ArrowUp"),
     ("num_speculative_tokens", "ArrowLeft"),  # to 4, which only the other device has: it says so
     ("num_speculative_tokens", "ArrowLeft"),
     ("batch_size", "ArrowRight"),
     ("pairings", "Space"),
     ("workload", "ArrowDown"),
     ("baseline", "ArrowDown"),
-    ("acceptance", "ArrowDown"),
-    ("length", "ArrowLeft"),
-    ("bounds", "ArrowLeft"),
     ("context_range", "ArrowRight"),
     ("kv_dtype", "ArrowDown"),
     ("kv_dtype", "ArrowUp"),
@@ -244,6 +245,10 @@ def test_pointer_reads_a_point_and_brush_narrows_the_crossings(explorer):
     explorer.page.mouse.move(box["x"] + box["width"] * 0.5, y, steps=5)
     explorer.page.mouse.up()
     explorer.page.wait_for_function("() => document.querySelector('.labkit-crossings').innerText.includes('between')")
+    for _ in range(100):
+        if explorer.picture() != before:
+            break
+        explorer.page.wait_for_timeout(100)
     assert explorer.settled() != before
     explorer.tab.shot("explorer_brushed")
 
