@@ -91,6 +91,8 @@ def figure_engine_prediction(truth: EngineTruth, *, width_in: float = TEXT_WIDTH
     ax.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="measured relative step cost")
     ax.set_ylabel("predicted relative step cost")
     ticks = [tick for tick in (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24) if ends[0] <= tick <= ends[1]]
+    if len(ticks) < 3:
+        ticks = [tick / 10 for tick in range(1, 250) if ends[0] <= tick / 10 <= ends[1]]
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_ticks(ticks, [f"{tick:g}" for tick in ticks])
     ax.minorticks_off()
