@@ -32,7 +32,6 @@ def test_under_the_interpreter():
     command = [sys.executable, "-m", "pytest", __file__, "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]
-    assert "passed" in done.stdout
 
 
 def tiny(name: str = "tiny", **changes):
