@@ -5,12 +5,12 @@ import dataclasses
 import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
-from matplotlib.text import Text
 
 from labkit.acceptance import doubtful_drafters
 from labkit.errors import InputError
 from labkit.plots_drafters import drafter_label, figure_drafters, figure_pareto, pareto_table
 from tests.synthetic import CPU, acceptance_rows, loop_rows
+from tests.test_plots import end_texts
 
 HEAD = "smollm2-135m-autoregressive@12345678"
 WORLDS = [
@@ -34,7 +34,7 @@ def test_the_front_leaves_out_what_costs_more_and_yields_less(rows):
 def test_figures_name_each_drafter(rows):
     for figure in (figure_drafters(rows[0]), figure_pareto(*rows)):
         figure.canvas.draw()
-        texts = {text.get_text() for text in figure.findobj(Text)}
+        texts = {text for ax in figure.axes for text in end_texts(ax)}
         assert {"ngram", "autoregressive", "slow"} <= texts
         plt.close(figure)
 
