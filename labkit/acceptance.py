@@ -211,6 +211,20 @@ def prompt_histograms(df: pd.DataFrame) -> np.ndarray:
     return pooled[pooled.sum(axis=(1, 2)) > 0]
 
 
+def doubtful_drafters(df: pd.DataFrame) -> list[str]:
+    """A line per drafter that had nothing or everything accepted over all its rows: more likely a fault than a fact.
+
+    df : acceptance rows. Drafters that proposed fewer than 100 tokens are not judged.
+    """
+    lines = []
+    for name, rows in ok_rows(df, "acceptance", ["drafter"]).groupby("drafter"):
+        drafted, accepted = (int(rows[column].sum()) for column in _TOTALS)
+        if drafted >= 100 and accepted in (0, drafted):
+            share = "none" if accepted == 0 else "all"
+            lines.append(f"check the drafter: {share} of {drafted:,} tokens that {name} proposed were accepted")
+    return lines
+
+
 def acceptance_table(
     df: pd.DataFrame, by: Sequence[str] | None = None, *, confidence: float = 0.95, resamples: int = 2000, seed: int = 0
 ) -> pd.DataFrame:

@@ -64,7 +64,7 @@ _POSITION_LABELS = {
     "unconditional": "share of all verify steps\nthat kept it",
     "conditional": "share kept, given that\nthe one before was",
 }
-_MEAN_OF_PROMPTS: dict[str, Any] = {
+MEAN_OF_PROMPTS: dict[str, Any] = {
     **{"color": INK, "linestyle": "none", "marker": "o", "zorder": 3},
     **{"markersize": 2.6, "markerfacecolor": "white", "markeredgewidth": 0.7},
 }
@@ -138,7 +138,7 @@ def plot_acceptance_by_workload(
         bar = None if errors is None else errors[:, [y]]
         marks(ax, values[[y]], [y], styles[name], hollow=not origin_style(origin).filled, size=3.8, xerr=bar)
     if definition == "pooled":
-        ax.plot(table["mean_acceptance_length_of_prompts"], np.arange(len(table)) - 0.22, **_MEAN_OF_PROMPTS)
+        ax.plot(table["mean_acceptance_length_of_prompts"], np.arange(len(table)) - 0.22, **MEAN_OF_PROMPTS)
     ax.set_yticks(range(len(table)), [display_name(name, labels) for name in table[hue]])
     ax.set_ylim(-0.6, len(table) - 0.4)
     low, high = how.limits(k)
@@ -225,7 +225,7 @@ def figure_acceptance(
         ax.set_title(name)
     add_header(figure, title, _describe(rows, k, labels))
     if definition == "pooled":
-        mark = Line2D([], [], **_MEAN_OF_PROMPTS)
+        mark = Line2D([], [], **MEAN_OF_PROMPTS)
         add_legend(figure, [(mark, "mean of per-prompt lengths (another definition)")])
     freeze_layout(figure)
     return figure

@@ -126,6 +126,7 @@ def loop_rows(world: World, seed: int = 0) -> pd.DataFrame:
                                     "batch_size": batch_size,
                                     "context_len": context_len,
                                     "num_speculative_tokens": k,
+                                    "draft_ms": world.draft_ms,
                                     "step_ms": time,
                                 }
                             )

@@ -26,7 +26,7 @@ FIGURES = {
     "00_start_here": {"00_breakeven"},
     "01_verify_attention": {"01_attention", "01_over_floor"},
     "02_step_anatomy": {"02_step", "02_pairings", "02_ladder"},
-    "03_acceptance": {"03_acceptance"},
+    "03_acceptance": {"03_acceptance", "03_drafters", "03_pareto"},
     "04_breakeven": {"04_breakeven", "04_cause", "04_speedup"},
     "05_draft_length": {"05_draft_length"},
     "06_concurrency": set(),

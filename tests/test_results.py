@@ -23,7 +23,7 @@ from labkit.results import (
     run_folder,
     write_run,
 )
-from labkit.schema import COUNT, EXPERIMENTS, HISTOGRAM, REAL, SAMPLE_KEYS, SERIES, TEXT, arrow_schema, columns
+from labkit.schema import COUNT, EXPERIMENTS, HISTOGRAM, LIST, REAL, SAMPLE_KEYS, SERIES, TEXT, arrow_schema, columns
 
 RUN_ID = "20260131T120000Z-1a2b3c"
 OTHER_ID = "20260201T120000Z-00ffee"
@@ -57,6 +57,7 @@ def row(experiment: str, **changes) -> dict:
             REAL: 3.0,
             SERIES: [3.0],
             HISTOGRAM: [[0]],
+            LIST: [1],
         }
         values[column.name] = by_type[column.type]
     identity = {"run_id": RUN_ID, "experiment": experiment, "gpu": "nvidia-h200", "reason": None}

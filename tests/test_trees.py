@@ -151,7 +151,7 @@ def test_the_loop_samples_whole_texts_as_the_target_does(drafts):
             return Draft(torch.tensor([[1, 0, 2]]).expand(count, -1), [3] * count, parents=parents, depth=2)
 
     rule = partial(accept_sampling, temperature=0.7, generator=torch.Generator().manual_seed(1))
-    runs = speculate(target, Drafter(), [[0, 1]] * 20_000, num_speculative_tokens=2, max_new_tokens=3, accept=rule)
+    runs = speculate(target, Drafter(), [[0, 1]] * 6_000, num_speculative_tokens=2, max_new_tokens=3, accept=rule)
     found = Counter(tuple(generation.output_ids) for generation in runs)
     probs = {}
     for a in range(3):

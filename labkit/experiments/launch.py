@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -12,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from labkit import axes
+from labkit.acceptance import doubtful_drafters
 from labkit.errors import InputError
 from labkit.experiments import acceptance, attention, common, loop, step
 from labkit.paths import cache_dir
@@ -124,7 +126,11 @@ def _remarks(result: RunResult) -> tuple[dict[str, int], dict[str, int]]:
     """Why points have no samples, and qualities other than ok, with how many points each."""
     from labkit.results import load_runs
 
-    rows = load_runs(result.path.parent.parent.name, result.path)
+    experiment = result.path.parent.parent.name
+    rows = load_runs(experiment, result.path)
+    if experiment == "acceptance" and (rows["status"] == "ok").any():
+        for line in doubtful_drafters(rows):
+            print(line, file=sys.stderr)
     failed = rows[rows["status"] != "ok"]
     doubtful = rows[rows["quality"].notna() & (rows["quality"] != "ok")]
     points = doubtful.drop_duplicates(["quality", "point_key"])
