@@ -34,7 +34,7 @@ PRESETS: dict[str, common.Axes] = {
         "prompts_per_batch": [1],
     }
 }
-CPU_BUDGET_S = 160.0
+BUDGET_S = 160.0  # of the presets that the demo takes
 PRESETS["gpu"] = PRESETS["cpu"] | {
     "workload": list(workloads.WORKLOADS),
     "context_len": [512, 1024, 2048, 4096, 7680],
@@ -100,9 +100,11 @@ def run(
 ) -> RunResult:
     """Measure a preset with some axes replaced. ``options`` go to `labkit.sweep.run_sweep` (resume, budget, ...).
 
-    The cpu preset measures as many of its prompts as fit into ``CPU_BUDGET_S`` in all; a ``budget_s`` replaces that.
+    The cpu and gpu presets measure as many of their prompts as fit into ``BUDGET_S`` in all; a ``budget_s`` replaces
+    that.
     """
-    options = ({"budget_s": CPU_BUDGET_S, "budget_is_total": True} if preset == "cpu" else {}) | (options or {})
+    budget = {"budget_s": BUDGET_S, "budget_is_total": True} if preset in ("cpu", "gpu") else {}
+    options = budget | (options or {})
     return common.sweep("acceptance", points(preset, **axes), out_dir=out_dir, **options)
 
 
