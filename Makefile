@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.labkit-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo tour test lint lab figures soak compat lock clean
+.PHONY: help env demo tour test browser lint lab figures soak compat lock clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -40,7 +40,10 @@ lint: $(STAMP)  ## format, style, types, notebook hygiene
 	$(BIN)/nbstripout --verify --keep-id --extra-keys "metadata.papermill metadata.widgets metadata.language_info.version cell.metadata.papermill cell.metadata.execution" notebooks/*.ipynb
 
 test: lint  ## lint, types and tests
-	OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m "not soak and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not soak and not gpu and not browser"
+
+browser: $(STAMP)  ## every notebook and the explorer in JupyterLab and a real Chromium
+	$(BIN)/python -m pytest tests/test_browser.py
 
 soak: $(STAMP)  ## the long tests
 	$(BIN)/python -m pytest -m soak -rs

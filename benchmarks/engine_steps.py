@@ -28,7 +28,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from labkit.device_state import device_state
+from labkit.device_state import monitor
 from labkit.errors import InputError, Unsupported
 from labkit.executor import WorkerProcess
 from labkit.experiments.launch import parse_duration
@@ -253,7 +253,7 @@ def _engine(backend: str, k: int, shape: ModelShape, max_batch: int) -> Engine:
 
 def _window(engine: Engine, steps: Iterator[tuple[float, Any]], batch_size: int, index: int) -> dict[str, Any]:
     """Steps between two reads of the counters; the first few, which the reading disturbs, are counted but not timed."""
-    state, before = device_state("cuda"), engine.counters()
+    state, before = monitor("cuda")(), engine.counters()
     engine.draft_s.clear()
     done = [next(steps) for _ in range(NUM_SETTLE + NUM_TIMED)]
     counts = {name: value - before[name] for name, value in engine.counters().items()}
@@ -374,7 +374,7 @@ def main() -> None:
             experiment="replay",
             out_dir=given.out,
             device="cuda",
-            worker=False,
+            executor="in-process",
             budget_s=parse_duration(given.budget, "--budget"),
             backend_digest=file_digest(Path(__file__))[:12],
         )

@@ -96,6 +96,8 @@ class Capacity:
         slots = {"batch_slots": int(max(free, 0) * GB // self.request_bytes(per_request))}
         alone = max(self.free_gb(drafter=False), 0) * GB // self.request_bytes(context_len + 1, drafter=False)
         slots["batch_slots_without_drafter"] = int(alone)
+        if per_request > longest:
+            slots = dict.fromkeys(slots, 0)
         cell = {"context_len": context_len, "batch_size": batch_size, "num_speculative_tokens": k}
         return cell | {"needed_gb": needed, "free_gb": free, "fits": reason is None, "reason": reason} | slots
 

@@ -75,7 +75,11 @@ def _add_measuring(add: _Add) -> None:
 
     run = add("run", _run, "measure a grid; resumes where an equal run stopped")
     run.add_argument("experiment", choices=EXPERIMENTS)
-    run.add_argument("--preset", default="auto", help="cpu, gpu, ci or auto (gpu where there is one)")
+    run.add_argument(
+        "--preset",
+        default="auto",
+        help="cpu, gpu, ci or auto (gpu where there is one); attention and step also full, step also shared-prefix",
+    )
     run.add_argument(
         "--set", nargs="+", action="extend", default=[], metavar="AXIS=V,..", dest="assignments", help="replace an axis"
     )
@@ -280,7 +284,7 @@ def _breakeven(arguments: argparse.Namespace) -> None:
 
 
 def _best_k(arguments: argparse.Namespace) -> None:
-    from labkit.recommend import engine_flags, recommend
+    from labkit.recommend import recommend
 
     found = recommend(
         arguments.paths,
@@ -290,8 +294,7 @@ def _best_k(arguments: argparse.Namespace) -> None:
         where=arguments.where,
     )
     if arguments.emit:
-        setting, k = found.one_setting()
-        print(engine_flags(arguments.emit, setting["drafter"], k))
+        print(found.flags(arguments.emit))
     else:
         _show(arguments, found.to_dict(), found.to_text())
 

@@ -126,6 +126,8 @@ class Comparison:
             if (self.ratios["claim"] == ONE_LAUNCH).any() and not self.ratios["paired"].all():
                 lines.append("unpaired: drift, and what differs between two launches as such, are not in the interval")
                 lines.append("within one launch: undecided between launches; measure each side in two or more")
+        else:
+            lines.append("nothing to compare: no time that both sides hold")
         return "\n".join(lines)
 
 

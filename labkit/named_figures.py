@@ -52,9 +52,10 @@ class _Data:
     def __init__(self, request: Request):
         self.request, self.used = request, list[Path]()
 
-    def rows(self, experiment: str) -> pd.DataFrame:
+    def rows(self, experiment: str, gpus: Sequence[str] = ()) -> pd.DataFrame:
+        """Rows of the devices asked for, else of one of ``gpus``, else of the device of the newest run."""
         runs = find_runs(experiment, *self.request.paths)
-        wanted = (self.request.where or {}).get("gpu")
+        wanted = (self.request.where or {}).get("gpu") or gpus
         runs = [run for run in runs if run.sidecar["gpu"] in wanted] if wanted else one_device(runs)
         if not runs:
             raise InputError(f"gpu: no runs of {experiment} on {', '.join(wanted or ())}")
@@ -67,8 +68,16 @@ class _Data:
 
     def verdicts(self) -> Any:
         there, length = experiments_in(*self.request.paths), self.request.acceptance_length
-        costs = cost_rows(self.rows("step" if "step" in there and "loop" not in there else "loop"))
-        return breakeven(costs, self.rows("acceptance") if length is None else parse_length(length))
+        experiment = "step" if "step" in there and "loop" not in there else "loop"
+        if length is not None:
+            return breakeven(cost_rows(self.rows(experiment)), parse_length(length))
+        both = self._gpus("acceptance") & self._gpus(experiment)
+        newest = [run for run in find_runs("acceptance", *self.request.paths) if run.sidecar["gpu"] in both]
+        gpus = [one_device(newest)[0].sidecar["gpu"]] if newest else []
+        return breakeven(cost_rows(self.rows(experiment, gpus)), self.rows("acceptance", gpus))
+
+    def _gpus(self, experiment: str) -> set[str]:
+        return {run.sidecar["gpu"] for run in find_runs(experiment, *self.request.paths)}
 
     def attention(self) -> tuple[pd.DataFrame, dict[str, Any]]:
         rows = self.rows("attention")

@@ -58,7 +58,7 @@ def figure_engine_cost(truth: EngineTruth, *, k: int | None = None, width_in: fl
     about = [listed(cells, name) for name in ("engine", "engine_version", "gpu", "target")]
     add_header(
         figure,
-        "One engine, one model: the backend decides",
+        "What a speculative step costs inside an engine",
         f"{' · '.join(about)} · k = {k} · filled: measured, large open: predicted",
     )
     freeze_layout(figure)
@@ -101,7 +101,8 @@ def figure_engine_prediction(truth: EngineTruth, *, width_in: float = TEXT_WIDTH
     add_header(
         figure,
         "Foretold from kernels and forwards",
-        f"band {truth.tolerance:.0%}; hollow: fitted at the shortest context",
+        f"{' · '.join(listed(cells, name) for name in ('engine', 'gpu', 'target'))}\nband {truth.tolerance:.0%}; "
+        "hollow: fitted at the shortest context",
     )
     freeze_layout(figure)
     return figure

@@ -167,14 +167,20 @@ def figure_cause(
     ax.axvline(1.0, color="0.0", linewidth=0.9, linestyle=(0, (1.0, 1.4)), **_GUIDE)
     ax.set_yticks(range(len(places)), [f"{row[0]}, {format_tokens(row[1])}" for row in places.itertuples(index=False)])
     longest = max(rows["relative_step_cost"].max(), result.cells["mean_acceptance_length"].max(skipna=True) or 1)
-    ax.set(ylim=(len(places) - 0.4, -0.6), xlim=(0, 1.08 * longest), xlabel="tokens of acceptance length")
+    ax.set(
+        ylim=(len(places) - 0.4, -0.6),
+        xlim=(0, 1.08 * longest),
+        xlabel="plain decode steps: the length needed with k drafts in every step",
+    )
     ax.grid(visible=False, axis="y")
     shown = result.cells[result.cells["num_speculative_tokens"] == k]
-    add_header(figure, "What the needed acceptance length pays for", describe(shown, result.baseline))
+    add_header(figure, "What a step with all k drafts costs", describe(shown, result.baseline))
     used = [part for part in COLORS if (rows.loc[rows["part"] == part, "tokens"] > 0.005).any()]
     entries: list[Any] = [(Patch(facecolor=COLORS[part], linewidth=0), part) for part in used]
     tick: dict[str, Any] = {"linestyle": "", "marker": "|", "color": "0.0", "markersize": 8, "markeredgewidth": 1.4}
-    entries.append((Line2D([], [], **tick), "acceptance length at that cell"))
+    entries.append(
+        (Line2D([], [], **tick), "acceptance length at that cell, by workload (steps with fewer drafts cost less)")
+    )
     add_legend(figure, entries)
     freeze_layout(figure)
     return figure

@@ -77,6 +77,16 @@ class Recommendation:
         lines.append("k: speed-up [95 % interval]; off: no k is faster than plain decode; ? = the interval holds 1")
         return "\n".join(lines)
 
+    def flags(self, engine: str) -> str:
+        """Launch flags of the one setting, behind a comment that says how sure they are. Raises as `engine_flags`."""
+        setting, k = self.one_setting()
+        chosen = engine_flags(engine, setting["drafter"], k)
+        open_cells = int((~self.best["decided"].astype(bool)).sum())
+        comment = f"# k = {k} loses least over {len(self.best)} cells; {open_cells} of them undecided (? in the table)"
+        origins = sorted(set(self.best["origin"].dropna()) - {"measured"})
+        comment += f"; acceptance partly {', '.join(origins)}" if origins else ""
+        return f"{comment}\n{chosen}"
+
     def one_setting(self) -> tuple[dict[str, Any], int]:
         """The one setting and the k that loses least everywhere. Raises InputError where there are several settings."""
         if len(keys := self.regret[SETTING].drop_duplicates()) > 1:

@@ -24,9 +24,15 @@ def tour(out_dir: Path | None = None) -> Path:
     from labkit.results import find_runs
 
     out = out_dir or paths.BUILD / "tour"
-    result = verdict.verdict_from_files([])
+    costs, acceptance = find_runs("loop"), find_runs("acceptance")
+    # One figure holds one device: the newest on which both sides were measured.
+    both = {run.sidecar["gpu"] for run in costs} & {run.sidecar["gpu"] for run in acceptance}
+    if not both:
+        raise InputError("tour: want loop and acceptance runs of one device in data/runs; there are none")
+    gpu = max((run for run in acceptance if run.sidecar["gpu"] in both), key=lambda run: run.sidecar["run_id"])
+    sources = [run.path for run in (*costs, *acceptance) if run.sidecar["gpu"] == gpu.sidecar["gpu"]]
+    result = verdict.verdict_from_files([], gpu=gpu.sidecar["gpu"])
     print(verdict.render(result))
-    sources = [run.path for name in ("loop", "acceptance") for run in find_runs(name)]
     files = save_figure(figure_breakeven(result), "tour_breakeven", sources, out_dir=out)
     png = next(file for file in files if file.suffix == ".png")
     print(f"\nheadline figure: {png}")

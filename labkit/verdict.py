@@ -83,6 +83,9 @@ def crossing_lines(result: Breakeven) -> list[str]:
     Along the context first, then along the batch size.
     """
     lines = []
+    all_curves = [*result.crossovers, *result.turning_points]
+    told = ("gpu", "target", "drafter", "batch_size", "draft_backend", "weight_dtype", "kv_dtype", "temperature")
+    varying = [name for name in told if len({str(curve.get(name)) for curve in all_curves}) > 1]
     for curves, axis, unit in (
         (result.crossovers, "context_len", "tokens of context"),
         (result.turning_points, "batch_size", "concurrent requests"),
@@ -91,6 +94,10 @@ def crossing_lines(result: Breakeven) -> list[str]:
             name = f"{curve['verify_backend']}, k={curve['num_speculative_tokens']:.0f}"
             name += f", {curve['workload'] or 'imposed'}"
             name += f", context {curve['context_len']:,.0f}" if axis == "batch_size" else ""
+            for field in varying:
+                value = curve.get(field)
+                if field != axis and value is not None:
+                    name += f", {f'batch {value:.0f}' if field == 'batch_size' else value}"
             for crossing in curve["crossovers"]:
                 bounds = ["open" if crossing[side] is None else f"{crossing[side]:,.0f}" for side in ("low", "high")]
                 claim = crossing["direction"] if crossing["decided"] else "undecided around"

@@ -192,7 +192,7 @@ def test_a_shard_outside_the_folder_is_refused(tmp_path):
     ("model", "message"),
     [
         ("no/such/folder", "model must be 'smollm2-135m', 'random:<shape>' or a folder"),
-        ("random:none", "model must be one of .*tiny, got 'none'"),
+        ("random:none", "model must be one of .*tiny-hybrid, got 'none'"),
     ],
 )
 def test_an_unknown_model_is_refused(model, message):

@@ -270,7 +270,8 @@ def sweep(
     from labkit.models.identity import model_identity
 
     local: dict[str, Any] = {"backend_file": str(backend_file.resolve())} if backend_file else {}
-    points, drafters = _name_drafters(points)
+    # The drafters of whole forwards are made of the target; the others have weights of their own, known by content.
+    points, drafters = (points, {}) if experiment == "step" else _name_drafters(points)
     if target := points[0].get("target"):
         if not is_random(target) and "workload" in points[0]:
             _check_prompts(points)
