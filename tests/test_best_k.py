@@ -130,7 +130,10 @@ def test_best_k_prints_a_table_with_what_does_not_fit(stored: Path, capsys: pyte
 def test_emit_prints_flags(stored: Path, capsys: pytest.CaptureFixture[str], engine: str, flags: str) -> None:
     where = ["--where", "workload=code_editing", "verify_backend=sdpa"]
     assert main(["best-k", str(stored), "--emit", engine, *where]) == 0
-    assert capsys.readouterr().out.strip() == flags
+    comment, printed = capsys.readouterr().out.strip().split("\n", 1)
+    assert printed == flags
+    assert comment.startswith("# k = 4 loses least over")
+    assert "undecided" in comment
 
 
 def test_flags_count_the_root_where_the_engine_does() -> None:
