@@ -28,6 +28,7 @@ from labkit.schema import (
     ORIGIN_ALIASES,
     REAL,
     SCHEMA_VERSION,
+    SERIES,
     TEXT,
     Column,
     arrow_schema,
@@ -58,7 +59,8 @@ def _array(column: Column, values: list[Any]) -> pa.Array:
         array = pa.array(values)
         kind = array.type
         number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
-        fits = {TEXT: pa.types.is_string(kind), COUNT: number, REAL: number, HISTOGRAM: pa.types.is_list(kind)}
+        lists = dict.fromkeys((SERIES, HISTOGRAM), pa.types.is_list(kind))
+        fits = {TEXT: pa.types.is_string(kind), COUNT: number, REAL: number} | lists
         if not (fits[column.type] or pa.types.is_null(kind)):
             raise InputError(f"{column.name}: wanted {column.type}, got {kind}")
         return array.cast(column.type)
@@ -282,7 +284,7 @@ def load_runs(experiment: str, *paths: str | Path, gpu: str | None = None) -> pd
     table = pa.concat_tables(_checked_rows(run, experiment) for run in find_runs(experiment, *paths, gpu=gpu))
     frame = table.to_pandas()
     for column in columns(experiment):
-        if column.type == HISTOGRAM:
+        if column.type in (SERIES, HISTOGRAM):
             frame[column.name] = pd.Series(table[column.name].to_pylist(), dtype=object)
     return frame
 

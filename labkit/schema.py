@@ -19,7 +19,7 @@ ORIGINS = ("measured", "imported", "forced", "modelled", "interpolated", "transf
 ORIGIN_ALIASES = {"synthetic": "forced", "simulated": "forced"}
 
 TEXT, COUNT, REAL = pa.string(), pa.int64(), pa.float64()
-HISTOGRAM = pa.list_(pa.list_(COUNT))
+SERIES, HISTOGRAM = pa.list_(REAL), pa.list_(pa.list_(COUNT))
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,10 @@ def _real(name: str, unit: str, meaning: str, nullable: bool = False) -> Column:
     return Column(name, REAL, unit, meaning, nullable)
 
 
+def _series(name: str, unit: str, meaning: str) -> Column:
+    return Column(name, SERIES, unit, meaning, True)
+
+
 def _may_be_null(column: Column) -> Column:
     return Column(column.name, column.type, column.unit, column.meaning, True, column.choices)
 
@@ -55,7 +59,7 @@ IDENTITY = ("run_id", "experiment", "origin", "status", "gpu", "point_key", "gro
 
 COMMON = (
     _text("run_id", "one immutable run, `<utc yyyymmddThhmmssZ>-<6 hex>`; no ratio crosses run_ids"),
-    _text("experiment", "the data set: attention, step, acceptance, loop"),
+    _text("experiment", "the data set: attention, step, acceptance, loop, replay"),
     _text(
         "origin",
         "where the number comes from; forced = acceptance was imposed, the times are real",
@@ -227,11 +231,81 @@ _LOOP = (
     _LAUNCH_MODE,
 )
 
+# What can go wrong with one request. The last three complete, with contents that do not fit.
+FAULTS = (
+    *("connection", "timeout", "http_429", "http_4xx", "http_5xx", "cut_stream", "malformed_event", "error_event"),
+    *("wrong_usage", "duplicate_event", "wrong_length"),
+)
+
+_REPLAY = (
+    _text(
+        "record", "one request, counters between two scrapes, or steps of one window", ("request", "counters", "steps")
+    ),
+    _text("engine", "who serves, as far as it tells", nullable=True),
+    _text("engine_version", "its version, as far as it tells", nullable=True),
+    _text("endpoint", "the arm: the name given to a server or an engine setting"),
+    _text("launch", "one start of the server; requests of one launch share what differs from start to start"),
+    _text("scene", "the kind of load"),
+    _WORKLOAD,
+    _PROMPT_ID,
+    _text("request_digest", "SHA-256 of the bytes that were sent, first 16 hex digits", nullable=True),
+    _text(
+        "stage",
+        "first: the first request of a scene; neither it nor warm-up is compared",
+        ("warm_up", "first", "measured"),
+    ),
+    _count("turn", "", "turn of a conversation, from 0", nullable=True),
+    _count("concurrency", "requests", "requests kept in flight (closed loop)"),
+    _count("batch_size", "requests", "requests in one engine step, where that is known", nullable=True),
+    _TARGET,
+    _DRAFTER,
+    _K,
+    _text("arm", "whether the engine speculates, where that is known", ("speculative", "plain"), nullable=True),
+    _text("verify_backend", "attention of the verify step, by the engine's name", nullable=True),
+    _text("decode_backend", "attention of the plain step, by the engine's name", nullable=True),
+    _may_be_null(_WEIGHT_DTYPE),
+    _may_be_null(_KV_DTYPE),
+    _may_be_null(_CONTEXT_LEN),
+    _text("fault", "what went wrong with the request; null: nothing", FAULTS, nullable=True),
+    _count("http_status", "", "status of the last answer", nullable=True),
+    _count("num_attempts", "count", "times the request was sent", nullable=True),
+    _count("num_prompt_tokens", "tokens", "prompt, as the engine counts it", nullable=True),
+    _count("num_cached_tokens", "tokens", "of it, taken from the prefix cache; null: not reported", nullable=True),
+    _count("num_output_tokens", "tokens", "generated tokens, as the engine counts them", nullable=True),
+    _count("num_chunks", "count", "stream events that held text", nullable=True),
+    _real("ttft_ms", "ms", "from sending to the first event with text", nullable=True),
+    _real("duration_ms", "ms", "from sending to the end of the answer", nullable=True),
+    _series("chunk_ms", "ms", "arrival of each event with text, from sending"),
+    _real("engine_prefill_ms", "ms", "prefill time that the engine tells", nullable=True),
+    _real("engine_decode_ms", "ms", "decode time that the engine tells", nullable=True),
+    _count("num_verify_steps", "steps", "target passes per request, those without a draft included", nullable=True),
+    _count("num_drafted_steps", "steps", "verify steps with at least one draft token", nullable=True),
+    _may_be_null(_DRAFTED),
+    _may_be_null(_ACCEPTED),
+    _series("accepted_per_pos", "tokens", "accepted drafts at each position; counts"),
+    _count("num_steps", "steps", "engine steps in step_times_ms", nullable=True),
+    _series("step_times_ms", "ms", "wall time of each engine step of the window"),
+    _real("draft_ms", "ms", "proposing drafts, per engine step, on the host", nullable=True),
+    _real(
+        "device_busy_ms", "ms", "device time per engine step, of a profiled window beside the timed ones", nullable=True
+    ),
+    _real("attention_busy_ms", "ms", "attention kernels in device_busy_ms", nullable=True),
+    _text("resolved_kernel", "attention kernels that really ran", nullable=True),
+    _real("energy_j", "J", "energy of the device from the first request to the last, at least 2 s", nullable=True),
+    _real("sm_clock_mhz", "MHz", "clock of the device beside the window", nullable=True),
+    _real("power_w", "W", "power of the device beside the window", nullable=True),
+    _text("finish_reason", "why the engine ended the answer", nullable=True),
+    _text("answer", "of a request whose answer is known", ("right", "wrong", "none"), nullable=True),
+    _text("output_digest", "SHA-256 of the text, first 16 hex digits", nullable=True),
+    _text("output_text", "the text", nullable=True),
+)
+
 EXPERIMENTS: dict[str, tuple[Column, ...]] = {
     "attention": COMMON + _ATTENTION,
     "step": COMMON + _STEP,
     "acceptance": COMMON + _ACCEPTANCE,
     "loop": COMMON + _LOOP,
+    "replay": COMMON + _REPLAY,
 }
 
 # Two ok rows of one run must differ in one of these; else a sample was stored twice.
@@ -272,6 +346,7 @@ SAMPLE_KEYS: dict[str, tuple[str, ...]] = {
         *("point_key", "group", "arm", "decode_backend", "verify_backend", "drafter", "num_drafted_tokens"),
         *("prompt_id", "step_index", "round", "sample"),
     ),
+    "replay": ("point_key", "group", "record", "round", "sample"),
 }
 
 

@@ -24,7 +24,7 @@ from labkit.results import (
     run_folder,
     write_run,
 )
-from labkit.schema import COUNT, EXPERIMENTS, HISTOGRAM, REAL, SAMPLE_KEYS, TEXT, arrow_schema, columns
+from labkit.schema import COUNT, EXPERIMENTS, HISTOGRAM, REAL, SAMPLE_KEYS, SERIES, TEXT, arrow_schema, columns
 
 RUN_ID = "20260131T120000Z-1a2b3c"
 OTHER_ID = "20260201T120000Z-00ffee"
@@ -44,6 +44,7 @@ _SOUND = {
     | {"num_output_tokens": 15},
     "attention": {"attention_ms": 0.5, "batch_size": 1, "q_len": 1, "num_qo_heads": 8, "head_dim": 64}
     | {"q_dtype": "float32", "kv_bytes_read": 1_000_000, "gb_per_s": 1_004_096 / 0.5e6},
+    "replay": {"num_verify_steps": 7, "num_accepted_tokens": 7, "num_output_tokens": 15},
     "step": {"forward_ms": 9.0, "attention_ms": 3.0, "linear_ms": 4.0, "other_ms": 1.5},
 }
 
@@ -51,7 +52,13 @@ _SOUND = {
 def row(experiment: str, **changes) -> dict:
     values: dict = {}
     for column in columns(experiment):
-        by_type = {TEXT: column.choices[0] if column.choices else "x", COUNT: 3, REAL: 3.0, HISTOGRAM: [[0]]}
+        by_type = {
+            TEXT: column.choices[0] if column.choices else "x",
+            COUNT: 3,
+            REAL: 3.0,
+            SERIES: [3.0],
+            HISTOGRAM: [[0]],
+        }
         values[column.name] = by_type[column.type]
     identity = {"run_id": RUN_ID, "experiment": experiment, "gpu": "nvidia-h200", "reason": None}
     return values | identity | {"status": "ok", "origin": "measured"} | _SOUND[experiment] | changes
