@@ -97,6 +97,22 @@ def _add_measuring(add: _Add) -> None:
     trial.add_argument("--full", action="store_true", help="the full correctness matrix (minutes), with progress")
     _json_flag(trial)
 
+    replay = add("replay", _replay, "identical requests to live engines, interleaved; arms side by side")
+    replay.add_argument("--base-url", nargs="+", default=[], metavar="URL", help="OpenAI-compatible servers")
+    replay.add_argument(
+        "--scene", nargs="+", default=[], metavar="NAME|FILE", help="see data/reference/replay_scenes.csv"
+    )
+    replay.add_argument("--repeats", type=int, default=5)
+    replay.add_argument("--out", type=Path, metavar="DIR", help="where runs are stored (default data/runs)")
+    replay.add_argument("--launch", nargs="+", default=[], metavar="LINE", help="launch line of each server")
+    replay.add_argument("--model", metavar="NAME", help="model name to ask for (default: the one all servers serve)")
+    replay.add_argument("--extra", default="{}", metavar="JSON", help="further fields of every request")
+    replay.add_argument("--gpu", metavar="NAME", help="device of the servers, where it is not this machine's")
+    replay.add_argument("--timeout", metavar="TIME", default="10m", help="per attempt (default 10m)")
+    replay.add_argument("--seed", type=int, default=0)
+    replay.add_argument("--rows", nargs="+", type=Path, metavar="PATH", help="only report on stored runs")
+    _json_flag(replay)
+
 
 def _add_reading(add: _Add) -> None:
     check = add("check", _check, "validate stored runs")
@@ -179,6 +195,12 @@ def _try(arguments: argparse.Namespace) -> int:
     from labkit.experiments import trial
 
     return trial.run_from_arguments(arguments)
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from labkit.replay.command import run_from_arguments
+
+    return run_from_arguments(arguments)
 
 
 def _check(arguments: argparse.Namespace) -> int:

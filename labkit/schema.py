@@ -251,7 +251,7 @@ _REPLAY = (
     _text("request_digest", "SHA-256 of the bytes that were sent, first 16 hex digits", nullable=True),
     _text(
         "stage",
-        "first: the first request of a scene; neither it nor warm-up is compared",
+        "first: the first request of a scene, one at a time; neither it nor warm-up is compared",
         ("warm_up", "first", "measured"),
     ),
     _count("turn", "", "turn of a conversation, from 0", nullable=True),
@@ -276,6 +276,7 @@ _REPLAY = (
     _real("ttft_ms", "ms", "from sending to the first event with text", nullable=True),
     _real("duration_ms", "ms", "from sending to the end of the answer", nullable=True),
     _series("chunk_ms", "ms", "arrival of each event with text, from sending"),
+    _series("chunk_sizes", "characters", "length of the text of each such event"),
     _real("engine_prefill_ms", "ms", "prefill time that the engine tells", nullable=True),
     _real("engine_decode_ms", "ms", "decode time that the engine tells", nullable=True),
     _count("num_verify_steps", "steps", "target passes per request, those without a draft included", nullable=True),

@@ -44,7 +44,7 @@ _SOUND = {
     | {"num_output_tokens": 15},
     "attention": {"attention_ms": 0.5, "batch_size": 1, "q_len": 1, "num_qo_heads": 8, "head_dim": 64}
     | {"q_dtype": "float32", "kv_bytes_read": 1_000_000, "gb_per_s": 1_004_096 / 0.5e6},
-    "replay": {"num_verify_steps": 7, "num_accepted_tokens": 7, "num_output_tokens": 15},
+    "replay": {"num_verify_steps": 7, "num_drafted_tokens": 9, "num_accepted_tokens": 7, "num_output_tokens": 15},
     "step": {"forward_ms": 9.0, "attention_ms": 3.0, "linear_ms": 4.0, "other_ms": 1.5},
 }
 

@@ -1,0 +1,58 @@
+"""`labkit replay`: from typed words to a run and its report."""
+
+import argparse
+import json
+from typing import Any
+
+from labkit.errors import InputError
+from labkit.paths import RUNS
+from labkit.replay.report import comparisons, render, retention, summary
+from labkit.replay.run import Options, replay
+from labkit.replay.scenes import scene
+from labkit.results import load_runs, load_sidecars
+from labkit.rows import json_value
+
+
+def run_from_arguments(arguments: argparse.Namespace) -> int:
+    """Replay, or only report on stored rows. 1 where a request failed."""
+    paths = arguments.rows
+    if not paths:
+        if not arguments.base_url or not arguments.scene:
+            raise InputError("wanted --base-url and --scene, or --rows")
+        scenes = [scene(name) for name in arguments.scene]
+        paths = [replay(arguments.base_url, scenes, out_dir=arguments.out or RUNS, options=_options(arguments))]
+    rows, sidecars = load_runs("replay", *paths), load_sidecars("replay", *paths)
+    if arguments.json:
+        tables = {"summary": summary(rows), "retention": retention(rows)}
+        content: dict[str, Any] = {"runs": sorted(sidecars), "comparisons": comparisons(rows)}
+        content |= {name: table.to_dict("records") for name, table in tables.items()}
+        print(json.dumps(_plain(content), indent=1, allow_nan=False))
+    else:
+        print(render(rows, sidecars), *map(str, paths), sep="\n")
+    return 1 if rows["fault"].notna().any() else 0
+
+
+def _options(arguments: argparse.Namespace) -> Options:
+    from labkit.experiments.launch import parse_duration
+
+    try:
+        extra = json.loads(arguments.extra)
+    except ValueError as error:
+        raise InputError(f"extra: wanted a JSON object, got {arguments.extra!r}: {error}") from error
+    if not isinstance(extra, dict) or extra.keys() & {"stream", "messages", "stream_options"}:
+        raise InputError(f"extra: wanted a JSON object without messages and stream, got {arguments.extra!r}")
+    return Options(
+        repeats=arguments.repeats,
+        timeout_s=parse_duration(arguments.timeout, "--timeout"),
+        seed=arguments.seed,
+        model=arguments.model,
+        extra=extra,
+        launches=tuple(arguments.launch),
+        gpu=arguments.gpu,
+    )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(name): _plain(item) for name, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list) else json_value(value)
