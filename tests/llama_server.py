@@ -21,7 +21,9 @@ def parameters(mode: str = "none", k: int = 4, rates: list[float] | None = None,
     params = xllamacpp.CommonParams()
     params.model.path, params.model_alias = model_file(), ["smollm2"]
     params.n_ctx, params.n_parallel, params.hostnames, params.port = context, 1, ["127.0.0.1"], 0
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 2
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = (
+        1  # threads that wait for one another starve on a busy machine
+    )
     params.endpoint_metrics = params.endpoint_slots = True
     kinds = xllamacpp.common_speculative_type
     if mode == "ngram":

@@ -34,15 +34,10 @@ def engine(**settings) -> Iterator[str]:
         process.wait()
 
 
-def rows_of(urls: list[str], tmp_path, max_tokens: int, workloads=("json_extraction",), num_prompts: int = 1):
-    short = replace(
-        scene("content"),
-        workloads=workloads,
-        num_prompts=num_prompts,
-        max_tokens=max_tokens,
-        exact=True,
-        prompt_tokens=(),
-    )
+def rows_of(urls: list[str], tmp_path, max_tokens: int):
+    prompts = tmp_path / "repeat.jsonl"
+    prompts.write_text(json.dumps({"prompt": "Write this line again and again: one two three four five"}))
+    short = replace(scene(str(prompts)), max_tokens=max_tokens, exact=True)
     path = replay(urls, [short], out_dir=tmp_path, options=Options(repeats=2, timeout_s=120))
     assert check_run(path) == []
     rows = load_runs("replay", path)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import httpx
 
 MAX_WAIT_S = 30.0
+_PROBE_CHARACTERS = 4000
 _STATUS = {"timeout": "timeout", "wrong_usage": "wrong", "duplicate_event": "wrong", "wrong_length": "wrong"}
 
 
@@ -64,11 +65,13 @@ class Session:
         write_whole(self.journal.path.with_suffix(".requests.parquet"), sink.getvalue().to_pybytes())
 
     def learn_token_size(self, scene: Scene) -> None:
-        """Characters per token of the filler, as the first endpoint counts them."""
-        request = self.maker.probe(replace(scene, max_tokens=1))
+        """Characters per token of the filler, as the first endpoint counts them; only where lengths are asked for."""
+        if not scene.prompt_tokens:
+            return
+        request = self.maker.probe(replace(scene, max_tokens=1), _PROBE_CHARACTERS)
         reply = self._attempts(self.endpoints[0], request, scene, stage="warm_up")
         if tokens := reply.count("prompt_tokens"):
-            self.maker = replace(self.maker, characters_per_token=8000 / tokens)
+            self.maker = replace(self.maker, characters_per_token=_PROBE_CHARACTERS / tokens)
 
     def warm_up(self, scene: Scene, concurrency: int) -> None:
         """One request per stream and endpoint, kept apart."""

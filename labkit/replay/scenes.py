@@ -9,7 +9,7 @@ import csv
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -123,9 +123,10 @@ class Maker:
     def warm_up(self, scene: Scene) -> Request:
         """A short request that shares no prefix with the measured ones."""
         messages = [{"role": "user", "content": "Count from one to twenty in words."}]
-        return self.request(messages, scene, f"warm-up {self.seed}", prompt_id="warm-up", workload="warm-up")
+        short = replace(scene, max_tokens=min(scene.max_tokens, 16))
+        return self.request(messages, short, f"warm-up {self.seed}", prompt_id="warm-up", workload="warm-up")
 
-    def probe(self, scene: Scene, num_characters: int = 8000) -> Request:
+    def probe(self, scene: Scene, num_characters: int) -> Request:
         """Filler of a known number of characters, to learn how many the endpoint puts into a token."""
         messages = [{"role": "user", "content": self._filler("prose", num_characters)}]
         return self.request(messages, scene, "probe", prompt_id="probe", workload="warm-up")
