@@ -169,6 +169,14 @@ def _add_publishing(add: _Add) -> None:
     figures = add("figures", _figures, "draw the committed figures from the committed data")
     figures.add_argument("--stale", action="store_true", help="only list figures whose data or code changed")
 
+    bundle = add("bundle", _bundle, "a zip with rows, requests, versions and the claim that they carry")
+    bundle.add_argument("names", nargs="+", metavar="RUN|FIGURE", help="run files, folders of runs, or figures by name")
+    bundle.add_argument("--out", type=Path, required=True, metavar="B.zip")
+    bundle.add_argument("--anonymous", action="store_true", help="without commits, times, commands and launch lines")
+    reproduce = add("reproduce", _reproduce, "compare a bundle's claims with rows of your own")
+    reproduce.add_argument("bundle", type=Path, metavar="B.zip")
+    reproduce.add_argument("--rows", nargs="+", type=Path, default=[], metavar="PATH", help="your runs")
+
 
 def _json_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="machine-readable output")
@@ -265,6 +273,20 @@ def _demo(arguments: argparse.Namespace) -> int:
     from labkit.tour import demo
 
     return demo(arguments.out, preset=arguments.preset)
+
+
+def _bundle(arguments: argparse.Namespace) -> None:
+    from labkit.bundle import bundle
+
+    print(bundle(arguments.names, arguments.out, anonymous=arguments.anonymous))
+
+
+def _reproduce(arguments: argparse.Namespace) -> int:
+    from labkit.bundle import reproduce
+
+    text, met = reproduce(arguments.bundle, arguments.rows)
+    print(text)
+    return 0 if met else FINDING
 
 
 def _figures(arguments: argparse.Namespace) -> int:
