@@ -141,7 +141,7 @@ def launch_findings(server: Server, flags: list[str]) -> Iterator[str]:
     args = server.args
     yield from _flag_texts(server, flags)[0]
     for name in sorted(_WHOLE & args.keys()):
-        if not (args[name].isdecimal() and int(args[name])):
+        if not (args[name].isdecimal() and len(args[name]) < 19 and int(args[name])):
             yield f"{name}: wanted a whole number of at least 1, got {args[name]!r}"
     known = [
         name for row in rows_of(server.engine, "setting", None, role="backends") for name in row["value"].split("|")
