@@ -79,7 +79,12 @@ class MetricsPages:
             target = item.fields.get(base, ("", 1.0))[0]
             if not abs(value) < 1e15:  # NaN as well
                 continue
-            if base == "spec_decode_num_accepted_tokens_per_pos" and position.isdecimal() and len(position) < 5 and int(position) < 1024:
+            if (
+                base == "spec_decode_num_accepted_tokens_per_pos"
+                and position.isdecimal()
+                and len(position) < 5
+                and int(position) < 1024
+            ):
                 scrape.positions[int(position)] += value
             elif target.startswith("gauge "):
                 scrape.gauges[target.removeprefix("gauge ")].append(value)

@@ -34,7 +34,7 @@ PRESETS: dict[str, common.Axes] = {
         "prompts_per_batch": [1],
     }
 }
-BUDGET_S = 160.0  # of the presets that the demo takes
+BUDGET_S = 150.0  # of the presets that the demo takes
 PRESETS["gpu"] = PRESETS["cpu"] | {
     "workload": list(workloads.WORKLOADS),
     "context_len": [512, 1024, 2048, 4096, 7680],
