@@ -8,6 +8,7 @@ from labkit.attention.launched import Kernel
 from labkit.cli import main
 from labkit.errors import InputError
 from labkit.experiments import step
+from labkit.models.anatomy import part_of, split_time
 from labkit.results import load_runs
 
 
@@ -20,7 +21,7 @@ def test_time_is_split_among_the_kernels_that_really_ran():
         Kernel("nvjet_tst_64x8", 132, 5.0, 37.0),
         Kernel("reduce_kernel#ab12", 1, 4.0, 42.0),
     ]
-    parts = step.split_time(kernels)
+    parts = split_time(kernels)
     wanted = {"linear_ms": 0.015, "other_ms": 0.002, "attention_ms": 0.022, "sampling_ms": 0.004, "gap_ms": 0.003}
     assert parts == pytest.approx(wanted)
     assert sum(parts.values()) == pytest.approx(0.046), "they add up to the span"
@@ -41,7 +42,7 @@ def test_time_is_split_among_the_kernels_that_really_ran():
     ],
 )
 def test_part_of(name, part):
-    assert step.part_of(name) == part
+    assert part_of(name) == part
 
 
 def test_points_have_phases_and_share_groups():

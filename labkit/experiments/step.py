@@ -7,7 +7,6 @@ interleaved; on a GPU each forward is one CUDA graph, sampling included.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
@@ -190,6 +189,7 @@ def _kv_dtype(point: dict[str, Any]) -> str:
 
 def measure(cell: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception]:
     """All forwards of one cell: checked against one another, taken apart once, then timed in turn."""
+    from labkit.models.anatomy import anatomy
     from labkit.timing import sample_rounds
 
     common.load_backends(cell[0])
@@ -217,7 +217,7 @@ def measure(cell: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception
     if not calls:
         return results
     if first["launch_mode"] == "graph":
-        for name, parts in _anatomy(calls).items():
+        for name, parts in anatomy(calls).items():
             facts[name] |= parts
     limits = Limits(first)
     timed = sample_rounds(
@@ -371,43 +371,6 @@ def _check_once(
     )
     order = "permuted" if device != "cpu" else "sequential"
     verify_backend(backend, shape, generator=torch.Generator(device).manual_seed(0), device=device, page_order=order)
-
-
-_ATTENTION = re.compile(
-    r"flash|fmha|attn|attention|batchprefill|batchdecode|mergestates|split_kernel|merge_kernel", re.I
-)
-_LINEAR = re.compile(r"few_rows|gemm|gemv|nvjet|cublas|splitKreduce", re.I)
-_SAMPLING = re.compile(r"reduce_kernel|argmax", re.I)
-
-
-def part_of(kernel_name: str) -> str:
-    """Which part of a forward a kernel belongs to: attention, linear, sampling or other."""
-    for part, pattern in (("linear", _LINEAR), ("attention", _ATTENTION), ("sampling", _SAMPLING)):
-        if pattern.search(kernel_name):
-            return part
-    return "other"
-
-
-def split_time(kernels: Sequence[Any]) -> dict[str, float]:
-    """Milliseconds per part of one forward, from kernels in order of launch; they add up to its span.
-
-    A kernel that is launched early only waits while its predecessor runs: it is charged from where that one ends. What
-    no kernel covers is the gap.
-    """
-    parts = dict.fromkeys(("attention", "linear", "other", "sampling", "gap"), 0.0)
-    end = kernels[0].begin_us
-    for kernel in kernels:
-        begin, after = kernel.begin_us, kernel.begin_us + kernel.time_us
-        parts["gap"] += max(0.0, begin - end)
-        parts[part_of(kernel.name)] += max(0.0, after - max(begin, end))
-        end = max(end, after)
-    return {f"{part}_ms": us / 1e3 for part, us in parts.items()}
-
-
-def _anatomy(calls: dict[str, Callable[[], object]]) -> dict[str, dict[str, Any]]:
-    from labkit.attention.launched import launched_kernels
-
-    return {name: split_time(kernels) for name, kernels in launched_kernels(calls).items() if kernels}
 
 
 def _facts(point: dict[str, Any], decoder: Decoder) -> dict[str, Any]:
