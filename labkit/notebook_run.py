@@ -87,7 +87,8 @@ def run_notebook(
                 str(source),
                 str(executed),
                 parameters=used,
-                cwd=str(source.parent),
+                # Not papermill's `cwd`: it moves the whole process, and other notebooks start their kernels meanwhile.
+                resources={"metadata": {"path": str(source.parent)}},
                 execution_timeout=timeout_s,
                 progress_bar=False,
                 config=_kernel_config(sockets),

@@ -252,12 +252,19 @@ def attempt(target: str, data: bytes, folder: Path) -> str | None:
     return None
 
 
+def _memory(field: str) -> int:
+    """Bytes of this process: ``VmRSS`` now, ``VmHWM`` at its peak."""
+    return 1024 * int(re.findall(rf"{field}:\s*(\d+) kB", Path("/proc/self/status").read_text())[0])
+
+
 def fuzz(target: str, count: int, seed: int = 0) -> list[str]:
     """Tracebacks of the failures among ``count`` mutated inputs, each kept as a case; at most one of a kind."""
     seeds, draw, failures = TARGETS[target][0](), random.Random(f"{target} {seed}"), dict[str, str]()
     inputs = (mutate(seeds, draw) for _ in range(count))
     if target == "run":  # the mark stays
         inputs = (draw.choice(seeds)[:1] + mutate([part[1:] for part in seeds], draw) for _ in range(count))
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew: other tests of this process have loaded much
+    before = _memory("VmRSS")
     with tempfile.TemporaryDirectory(prefix="labkit-fuzz-") as name:
         for data in seeds:  # what is mutated is read as it is; imports and first calls are not timed
             with contextlib.suppress(InputError):
@@ -269,8 +276,7 @@ def fuzz(target: str, count: int, seed: int = 0) -> list[str]:
             if kind not in failures:
                 failures[kind] = problem
                 (CASES / f"{target}-{hashlib.sha256(data).hexdigest()[:8]}").write_bytes(data)
-    # Not ru_maxrss: a child starts with its parent's, and a test run has loaded much.
-    used = 1024 * int(re.findall(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())[0])
+    used = _memory("VmHWM") - before
     return list(failures.values()) + ([f"{used >> 20} MiB were used"] if used > LIMIT_BYTES else [])
 
 

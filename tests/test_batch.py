@@ -42,7 +42,13 @@ def batch(tmp_path_factory):
         write_notebook(folder / "leaves.ipynb", "import sys", "sys.exit(0)", "1"),
     ]
     lines: list[str] = []
-    verdicts = run_batch(notebooks, out_dir=folder / "out", timeout_s=4, progress=lines.append)
+
+    def say(line: str) -> None:
+        lines.append(line)
+        assert Path.cwd() == here  # kernels of other notebooks start meanwhile; the process stays where it is
+
+    here = Path.cwd()
+    verdicts = run_batch(notebooks, out_dir=folder / "out", timeout_s=4, progress=say)
     return folder, {verdict.notebook: verdict for verdict in verdicts}, lines
 
 
