@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from labkit.decide.intervals import generator, percentile_interval, resampled_weights, student_spread
 from labkit.errors import InputError
-from labkit.intervals import generator, percentile_interval, resampled_weights, student_spread
 from labkit.rows import is_missing, ok_rows, single_value
 
 DEFAULT_BY = (

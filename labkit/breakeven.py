@@ -1,7 +1,7 @@
 """Does speculation pay? Relative step cost against acceptance length, with an interval and a verdict per cell.
 
 The rule is mean_acceptance_length / relative_step_cost > 1. Cost comes from loop or step rows, acceptance from
-acceptance rows or an imposed length; they meet only where `labkit.acceptance_join` lets them.
+acceptance rows or an imposed length; they meet only where `labkit.decide.acceptance_join` lets them.
 """
 
 import json
@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from labkit.acceptance_join import Source, imposed_source, join
-from labkit.crossovers import crossovers
+from labkit.decide.acceptance_join import Source, imposed_source, join
+from labkit.decide.crossovers import crossovers
+from labkit.decide.intervals import generator, percentile_interval
+from labkit.decide.speedup import Length, imposed_length, measured_length, relative_step_cost, speedup_of
+from labkit.decide.step_costs import StepCosts, baseline_ms, paired_ratios, step_costs
 from labkit.errors import InputError
-from labkit.intervals import generator, percentile_interval
 from labkit.rows import distinct, json_value
-from labkit.speedup import Length, imposed_length, measured_length, relative_step_cost, speedup_of
-from labkit.step_costs import StepCosts, baseline_ms, paired_ratios, step_costs
 
 CELL_COLUMNS = (
     *("gpu", "target", "drafter", "workload", "temperature", "batch_size", "context_len", "num_speculative_tokens"),
@@ -102,13 +102,13 @@ def breakeven(
     ``undecided`` and the reason tells which; ``cannot_pay`` stands, as it rests on cost alone.
 
     cost_rows : loop rows: plain and speculative arms interleaved, step_ms in ms; or step rows: decode and verify
-        forwards interleaved (see `labkit.forward_costs`); or the cells that `step_costs` made of either.
+        forwards interleaved (see `labkit.decide.forward_costs`); or the cells that `step_costs` made of either.
     acceptance : acceptance rows; or an imposed length X, or (X, low, high), in tokens per step, bonus counted; None for
         the cost alone.
     acceptance_from : borrow the acceptance of this target (origin "transferred").
     baseline : "fastest", "same" or a plain-decode backend; speedup_same_backend is given beside it.
     confidence, resamples, seed : of the intervals. Rounds are resampled for cost and prompts for acceptance; see
-        `labkit.intervals`.
+        `labkit.decide.intervals`.
 
     Raises InputError: bad rows or options, or cost and acceptance that disagree in target, drafter, k or context band
     everywhere. Where only some cells find acceptance, the others keep their cost and a reason.

@@ -267,7 +267,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _breakeven(arguments: argparse.Namespace) -> None:
-    from labkit.verdict import render, verdict_from_files
+    from labkit.decide.verdict import render, verdict_from_files
 
     result = verdict_from_files(
         arguments.cost,
@@ -278,13 +278,13 @@ def _breakeven(arguments: argparse.Namespace) -> None:
     )
     print(result.to_json() if arguments.json else render(result))
     if arguments.out:
-        from labkit.tables import write_table
+        from labkit.publish.tables import write_table
 
         write_table(result, arguments.out)
 
 
 def _best_k(arguments: argparse.Namespace) -> None:
-    from labkit.recommend import recommend
+    from labkit.decide.recommend import recommend
 
     found = recommend(
         arguments.paths,
@@ -300,7 +300,7 @@ def _best_k(arguments: argparse.Namespace) -> None:
 
 
 def _capacity(arguments: argparse.Namespace) -> None:
-    from labkit.capacity import capacity, render
+    from labkit.decide.capacity import capacity, render
 
     options = {"draft_model": arguments.draft_model, "assignments": arguments.assignments}
     found = capacity(arguments.model, arguments.gpu, **options)
@@ -308,7 +308,7 @@ def _capacity(arguments: argparse.Namespace) -> None:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    from labkit.compare import compare_files
+    from labkit.decide.compare import compare_files
 
     comparison = compare_files(*arguments.runs, varying=arguments.varying, allow=arguments.allow)
     _show(arguments, comparison.to_dict(), comparison.to_text())
@@ -328,14 +328,14 @@ def _diagnose(arguments: argparse.Namespace) -> int:
 
 
 def _tour(arguments: argparse.Namespace) -> None:
-    from labkit.tour import tour
+    from labkit.publish.tour import tour
 
     tour()
 
 
 def _batch(arguments: argparse.Namespace) -> int:
-    from labkit.batch import failed
-    from labkit.tour import batch
+    from labkit.publish.batch import failed
+    from labkit.publish.tour import batch
 
     verdicts = batch(arguments.notebooks, preset=arguments.preset, out_dir=arguments.out, quiet=arguments.json)
     if arguments.json:
@@ -344,25 +344,25 @@ def _batch(arguments: argparse.Namespace) -> int:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    from labkit.tour import demo
+    from labkit.publish.tour import demo
 
     return demo(arguments.out, preset=arguments.preset)
 
 
 def _figure(arguments: argparse.Namespace) -> None:
-    from labkit.named_figures import run_from_arguments
+    from labkit.publish.named_figures import run_from_arguments
 
     run_from_arguments(arguments)
 
 
 def _bundle(arguments: argparse.Namespace) -> None:
-    from labkit.bundle import bundle
+    from labkit.publish.bundle import bundle
 
     print(bundle(arguments.names, arguments.out, anonymous=arguments.anonymous))
 
 
 def _reproduce(arguments: argparse.Namespace) -> int:
-    from labkit.bundle import reproduce
+    from labkit.publish.bundle import reproduce
 
     text, met = reproduce(arguments.bundle, arguments.rows)
     print(text)
@@ -370,6 +370,6 @@ def _reproduce(arguments: argparse.Namespace) -> int:
 
 
 def _figures(arguments: argparse.Namespace) -> int:
-    from labkit.tour import committed_figures
+    from labkit.publish.tour import committed_figures
 
     return committed_figures(stale_only=arguments.stale)

@@ -1,8 +1,8 @@
 """What the explorer shows: one choice of device, model, backends, text and sizes in, verdicts and a figure out.
 
-No widgets here: `labkit.explorer_widgets` puts controls around it, a batch draws the same figure once, and the cell
-that the explorer exports calls the same functions. Everything comes from `labkit.breakeven.breakeven`, on the rows that
-the choice leaves, so that a read-out equals `labkit breakeven --json`.
+No widgets here: `labkit.publish.explorer_widgets` puts controls around it, a batch draws the same figure once, and the
+cell that the explorer exports calls the same functions. Everything comes from `labkit.breakeven.breakeven`, on the rows
+that the choice leaves, so that a read-out equals `labkit breakeven --json`.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from labkit import acceptance_join
-from labkit.best_k import best_k, cut_acceptance
 from labkit.breakeven import Breakeven, breakeven
-from labkit.canvas import add_header, freeze_layout, new_figure
-from labkit.cause import slope_causes, waterfall
-from labkit.composed import cost_rows
+from labkit.decide import acceptance_join
+from labkit.decide.best_k import best_k, cut_acceptance
+from labkit.decide.cause import slope_causes, waterfall
+from labkit.decide.composed import cost_rows
+from labkit.decide.step_costs import PARTS, StepCosts, step_costs
+from labkit.decide.surface import read_rates
 from labkit.errors import InputError
-from labkit.panels import describe
-from labkit.plots_explorer import plot_choice, plot_parts
+from labkit.plots.canvas import add_header, freeze_layout, new_figure
+from labkit.plots.explorer import plot_choice, plot_parts
+from labkit.plots.panels import describe
+from labkit.plots.style import TEXT_WIDTH_IN, format_tokens, styled
 from labkit.progress import in_notebook
 from labkit.results import experiments_in, find_runs, load_runs, load_sidecars
 from labkit.rows import distinct, is_missing
-from labkit.step_costs import PARTS, StepCosts, step_costs
-from labkit.style import TEXT_WIDTH_IN, format_tokens, styled
-from labkit.surface import read_rates
 
 # Each is narrowed by those before it, in this order.
 COST_FIELDS = ("gpu", "target", "drafter", "weight_dtype", "kv_dtype", "batch_size", "num_speculative_tokens")
@@ -257,19 +257,19 @@ class Explorer:
         return cells[distance == distance.min()]
 
     def parts(self, choice: Choice) -> pd.DataFrame:
-        """`labkit.cause.waterfall` at the context of the read-outs: where the cost comes from, in tokens per step."""
+        """`labkit.decide.cause.waterfall` at the context of the read-outs: the cost by part, in tokens per step."""
         at = set(self.at_context(choice)["context_len"])
         costs = [cost for cost in self._costs(_of_cost(choice)) if cost.key["context_len"] in at]
         table = waterfall(costs, choice.baseline)
         return table.assign(pairing=pairing(table))
 
     def causes(self, choice: Choice) -> dict[str, str]:
-        """Pairing -> diagnosis of its growth with context (`labkit.cause.slope_causes`)."""
+        """Pairing -> diagnosis of its growth with context (`labkit.decide.cause.slope_causes`)."""
         table = slope_causes(self._costs(_of_cost(choice)), self.read_gb_per_s, choice.baseline)
         return dict(zip(pairing(table), table["diagnosis"], strict=True))
 
     def best(self, choice: Choice) -> pd.DataFrame:
-        """`labkit.best_k.best_k` per pairing at the context of the read-outs, over every measured k.
+        """`labkit.decide.best_k.best_k` per pairing at the context of the read-outs, over every measured k.
 
         Raises InputError: no acceptance that holds for several k.
         """
@@ -303,7 +303,7 @@ class Explorer:
         return figure
 
     def sources(self, choice: Choice) -> list[Path]:
-        """Run files behind a choice, for `labkit.figures.save_figure`."""
+        """Run files behind a choice, for `labkit.publish.figures.save_figure`."""
         used = set(self.rows(choice)["run_id"])
         if choice.acceptance_length is None:
             used |= set() if self.without_acceptance(choice) else set(self._measured(choice)["run_id"])
@@ -312,7 +312,7 @@ class Explorer:
     def code(self, choice: Choice, name: str, out_dir: str) -> str:
         """The notebook cell that draws and saves the picture of a choice."""
         values = [f"    {field.name}={getattr(choice, field.name)!r}," for field in fields(choice)]
-        lines = ["from labkit.explorer import Choice, Explorer", "from labkit.figures import save_figure", ""]
+        lines = ["from labkit.explorer import Choice, Explorer", "from labkit.publish.figures import save_figure", ""]
         lines += ["explorer = Explorer.load()", "choice = Choice(", *values, ")"]
         call = f"save_figure(explorer.figure(choice), {name!r}, explorer.sources(choice), out_dir={out_dir!r})"
         return "\n".join([*lines, call])
@@ -359,7 +359,7 @@ def explore(*folders: Path | str, interactive: bool | None = None, out_dir: Path
         return explorer.figure(explorer.first())
     from IPython.display import Javascript, display
 
-    from labkit.explorer_widgets import KEYBOARD, ExplorerWidget
+    from labkit.publish.explorer_widgets import KEYBOARD, ExplorerWidget
 
     display(Javascript(KEYBOARD))
     return ExplorerWidget(explorer, out_dir)

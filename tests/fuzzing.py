@@ -173,9 +173,9 @@ _GRIDS = (
 
 def _grid(data: bytes, folder: Path) -> None:
     from labkit.axes import parse_axes, parse_size
+    from labkit.decide.verdict import parse_length
     from labkit.experiments import acceptance, attention, loop
     from labkit.experiments.launch import parse_duration
-    from labkit.verdict import parse_length
 
     text = data[:4096].decode("utf-8", "surrogateescape")
     for parse in (parse_size, parse_duration, parse_length, attention.heads_of):

@@ -11,7 +11,7 @@ from labkit.acceptance import (
     prompt_histograms,
     row_counts,
 )
-from labkit.engine_figures import engine_figures
+from labkit.decide.engine_figures import engine_figures
 from labkit.errors import InputError
 from tests.worlds import AcceptanceWorld, acceptance_rows, rows_of_counts
 

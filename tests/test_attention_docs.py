@@ -4,10 +4,11 @@ import re
 
 import pytest
 
-from labkit import diagnosis, paths
+from labkit import paths
 from labkit.attention import api, registry
 from labkit.attention.inputs import verify_backend
 from labkit.cli import main
+from labkit.decide import diagnosis
 from labkit.experiments.trial import try_backend
 from labkit.shapes import AttentionShape
 

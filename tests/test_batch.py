@@ -9,10 +9,10 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
-from labkit.batch import PRESETS, failed, preset_parameters, run_batch
 from labkit.errors import InputError
-from labkit.notebook_run import STATUSES, Verdict
 from labkit.paths import ROOT
+from labkit.publish.batch import PRESETS, failed, preset_parameters, run_batch
+from labkit.publish.notebook_run import STATUSES, Verdict
 
 PARAMETERS = 'source: str = "committed"  # or "run"\nout_dir: str = ""  # measured data'
 
@@ -106,7 +106,7 @@ def test_report_holds_verdicts_answers_and_commands(batch):
 
 
 def test_what_is_timed_runs_one_at_a_time(tmp_path, monkeypatch):
-    from labkit import batch as module
+    from labkit.publish import batch as module
 
     monkeypatch.setenv("LABKIT_CACHE", str(tmp_path))
     running, most = [], []
@@ -133,7 +133,7 @@ def test_what_is_timed_runs_one_at_a_time(tmp_path, monkeypatch):
 def test_two_batches_do_not_time_on_one_device_together(tmp_path, monkeypatch):
     import fcntl
 
-    from labkit.batch import _device_lock
+    from labkit.publish.batch import _device_lock
 
     monkeypatch.setenv("LABKIT_CACHE", str(tmp_path))
     said = []

@@ -8,13 +8,13 @@ import pandas as pd
 import pytest
 
 from labkit.acceptance import AcceptanceCounts, counts_from_frame
-from labkit.best_k import best_k, cut_acceptance, cut_bias, regret, scheduled_verify
 from labkit.breakeven import breakeven
-from labkit.capacity import capacity, render
 from labkit.cli import main
+from labkit.decide.best_k import best_k, cut_acceptance, cut_bias, regret, scheduled_verify
+from labkit.decide.capacity import capacity, render
+from labkit.decide.recommend import engine_flags, recommend
+from labkit.decide.step_costs import step_costs
 from labkit.errors import InputError
-from labkit.recommend import engine_flags, recommend
-from labkit.step_costs import step_costs
 from tests.synthetic import CPU, loop_rows, write_run_of, write_runs
 from tests.worlds import AcceptanceWorld, CostWorld, acceptance_rows, cost_rows, rows_of_counts
 

@@ -11,11 +11,11 @@ import pytest
 
 from labkit.acceptance import AcceptanceCounts, acceptance_table
 from labkit.breakeven import CELL_COLUMNS, breakeven, verdict_table
-from labkit.crossovers import crossovers
-from labkit.curves import crossing_text
+from labkit.decide.crossovers import crossovers
+from labkit.decide.step_costs import baseline_ms, step_costs
+from labkit.decide.verdict import crossing_lines, render
 from labkit.errors import InputError
-from labkit.step_costs import baseline_ms, step_costs
-from labkit.verdict import crossing_lines, render
+from labkit.plots.curves import crossing_text
 from tests.worlds import (
     TYPICAL_NOISE,
     AcceptanceWorld,
@@ -495,7 +495,8 @@ def test_bad_options_are_refused(option: dict) -> None:
 
 def test_import_is_light() -> None:
     code = (
-        "import sys, time; begin = time.perf_counter(); import labkit.breakeven, labkit.compare, labkit.engine_figures;"
+        "import sys, time; begin = time.perf_counter();"
+        "import labkit.breakeven, labkit.decide.compare, labkit.decide.engine_figures;"
         "print(time.perf_counter() - begin); print(*sorted({'torch', 'scipy', 'matplotlib'} & set(sys.modules)))"
     )
     seconds, *heavy = subprocess.run(

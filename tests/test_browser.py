@@ -342,7 +342,7 @@ def test_a_sweep_from_a_cell_shows_progress_stops_and_resumes(browser, lab):
 
 def test_the_page_to_send_takes_files_of_the_reader(browser, folder):
     from labkit.breakeven import breakeven
-    from labkit.page import write_page
+    from labkit.publish.page import write_page
 
     result = breakeven(loop_rows(CPU), acceptance_rows(CPU), resamples=200)
     file = write_page(result, folder / "page.html")

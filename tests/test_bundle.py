@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from labkit import cli, paths
-from labkit.bundle import MAX_FILES, bundle, reproduce
 from labkit.check import check_run
-from labkit.claims import Claim, consistent
 from labkit.errors import InputError
+from labkit.publish.bundle import MAX_FILES, bundle, reproduce
+from labkit.publish.claims import Claim, consistent
 from labkit.replay.run import Options, replay
 from labkit.replay.scenes import scene
 from labkit.results import build_table, load_runs, read_sidecar, write_run

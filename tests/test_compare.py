@@ -7,9 +7,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from labkit.compare import compare_files, compare_runs
+from labkit.decide.compare import compare_files, compare_runs
+from labkit.decide.ratios import ratio_table
 from labkit.errors import InputError
-from labkit.ratios import ratio_table
 from labkit.results import build_table, write_run
 from labkit.schema import columns
 from tests.worlds import TYPICAL_NOISE, CostWorld, Noise, cost_rows

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from labkit.diagnosis import degenerate_paths, diagnose, slope_table
+from labkit.decide.diagnosis import degenerate_paths, diagnose, slope_table
 
 RUN = "20260101T000000Z-aaaaaa"
 SMS, READ_GB_PER_S, TAU_US, LAUNCH_US = 132, 4000.0, 3.0, 9.0
@@ -210,5 +210,5 @@ def test_runs_versions_and_settings_stay_apart():
 
 
 def test_needs_no_torch():
-    code = "import sys, labkit.diagnosis; assert 'torch' not in sys.modules"
+    code = "import sys, labkit.decide.diagnosis; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

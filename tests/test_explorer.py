@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from labkit.breakeven import breakeven
 from labkit.errors import InputError
 from labkit.explorer import Choice, Explorer, explore
-from labkit.figures import save_figure
+from labkit.publish.figures import save_figure
 from tests.synthetic import CPU, GPU, acceptance_rows, loop_rows, write_run_of, write_runs
 
 WORLD = dataclasses.replace(GPU, ks=(3, 7), contexts=(1024, 8192, 65536), num_rounds=6, num_prompts=6)
@@ -139,7 +139,7 @@ def widget(explorer, tmp_path):
     import matplotlib
 
     backend = matplotlib.get_backend()
-    from labkit.explorer_widgets import ExplorerWidget
+    from labkit.publish.explorer_widgets import ExplorerWidget
 
     widget = ExplorerWidget(explorer, tmp_path)
     assert matplotlib.get_backend() == backend

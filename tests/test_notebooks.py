@@ -12,11 +12,11 @@ import nbformat
 import pytest
 
 from labkit import paths
-from labkit.answers import acceptance_answer, attention_answer, breakeven_answer, crossings_table, engine_table
-from labkit.batch import run_batch
 from labkit.breakeven import breakeven
+from labkit.decide.answers import acceptance_answer, attention_answer, breakeven_answer, crossings_table, engine_table
 from labkit.errors import InputError
-from labkit.notebook import Session
+from labkit.publish.batch import run_batch
+from labkit.publish.notebook import Session
 from tests.step_worlds import CPU_STEPS, step_rows
 from tests.synthetic import CPU, acceptance_rows, attention_rows, loop_rows, write_run_of, write_runs
 

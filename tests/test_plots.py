@@ -11,23 +11,23 @@ from matplotlib.collections import LineCollection
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from labkit import canvas, style
-from labkit.acceptance_positions import position_table
-from labkit.attention_table import attention_table, fitting_context, kernel_segments, one_setting, slope_us_per_1k
 from labkit.breakeven import breakeven
-from labkit.curves import interpolate, undecided_spans
+from labkit.decide.acceptance_positions import position_table
 from labkit.errors import InputError
-from labkit.labels import EndLabels, Notes, spread
-from labkit.panels import breakeven_floor, describe, figure_breakeven, figure_speedup
-from labkit.plots import plot_breakeven, plot_speedup
-from labkit.plots_acceptance import (
+from labkit.plots import canvas, style
+from labkit.plots.acceptance import (
     DEFINITIONS,
     figure_acceptance,
     plot_acceptance_by_context,
     plot_acceptance_by_position,
     plot_acceptance_by_workload,
 )
-from labkit.plots_attention import figure_attention, plot_attention_time, plot_bandwidth_share
+from labkit.plots.attention import figure_attention, plot_attention_time, plot_bandwidth_share
+from labkit.plots.attention_table import attention_table, fitting_context, kernel_segments, one_setting, slope_us_per_1k
+from labkit.plots.breakeven import plot_breakeven, plot_speedup
+from labkit.plots.curves import interpolate, undecided_spans
+from labkit.plots.labels import EndLabels, Notes, spread
+from labkit.plots.panels import breakeven_floor, describe, figure_breakeven, figure_speedup
 from tests.synthetic import CPU, GPU, acceptance_rows, attention_rows, loop_rows
 
 GPU_SMALL = dataclasses.replace(GPU, contexts=(1024, 8192, 32768, 131072), num_rounds=6, num_prompts=6)

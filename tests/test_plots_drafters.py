@@ -8,7 +8,7 @@ import pytest
 
 from labkit.acceptance import doubtful_drafters
 from labkit.errors import InputError
-from labkit.plots_drafters import drafter_label, figure_drafters, figure_pareto, pareto_table
+from labkit.plots.drafters import drafter_label, figure_drafters, figure_pareto, pareto_table
 from tests.synthetic import CPU, acceptance_rows, loop_rows
 from tests.test_plots import end_texts
 

@@ -4,14 +4,14 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from labkit.answers_verdict import best_table, concurrency_answer, draft_length_answer
-from labkit.composed import cost_rows
+from labkit.decide.answers_verdict import best_table, concurrency_answer, draft_length_answer
+from labkit.decide.composed import cost_rows
+from labkit.decide.formulas import formula_table
+from labkit.decide.step_costs import step_costs
+from labkit.decide.surface import Surface, select, verdict_surface
 from labkit.errors import InputError
-from labkit.formulas import formula_table
-from labkit.plots import plot_breakeven
-from labkit.plots_verdict import COLORS, figure_cause, figure_concurrency, figure_contours, figure_draft_length
-from labkit.step_costs import step_costs
-from labkit.surface import Surface, select, verdict_surface
+from labkit.plots.breakeven import plot_breakeven
+from labkit.plots.verdict import COLORS, figure_cause, figure_concurrency, figure_contours, figure_draft_length
 from tests.worlds import AcceptanceWorld, StepWorld, acceptance_rows, step_rows
 
 WORLD = StepWorld(

@@ -3,10 +3,10 @@
 import pandas as pd
 import pytest
 
-from labkit.answers import attention_answer
+from labkit.decide.answers import attention_answer
+from labkit.decide.predictions import PREDICTIONS, predictions, published_growth
 from labkit.errors import InputError
-from labkit.plots_floor import LADDER, figure_ladder, figure_over_floor, ladder_table
-from labkit.predictions import PREDICTIONS, predictions, published_growth
+from labkit.plots.floor import LADDER, figure_ladder, figure_over_floor, ladder_table
 from tests.synthetic import CPU, GPU, attention_rows
 from tests.test_diagnosis import RUN, SIDECARS, kernel, per_token, rows_of, split, unsplit
 from tests.test_plots import SIDECARS as WORLD_SIDECARS

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from labkit.decide.published import COLUMNS, load_published, published_table
 from labkit.errors import InputError
 from labkit.paths import DATA
-from labkit.published import COLUMNS, load_published, published_table
 
 FIGURES = load_published()
 TABLE = published_table(FIGURES).set_index(["case", "arm"])

@@ -9,9 +9,9 @@ import pytest
 from labkit.breakeven import breakeven, verdict_table
 from labkit.cli import main
 from labkit.errors import InputError
-from labkit.named_figures import FIGURES, Request, write_figure
-from labkit.page import page_html
-from labkit.tables import html_table, latex_table, write_table
+from labkit.publish.named_figures import FIGURES, Request, write_figure
+from labkit.publish.page import page_html
+from labkit.publish.tables import html_table, latex_table, write_table
 from tests.synthetic import CPU, acceptance_rows, loop_rows, write_runs
 
 

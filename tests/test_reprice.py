@@ -6,11 +6,8 @@ import pytest
 import torch
 
 from labkit.breakeven import breakeven
-from labkit.drafting.forced import ForcedDrafter, fixed_acceptance
-from labkit.drafting.ngram import NgramDrafter
-from labkit.errors import InputError
-from labkit.forcing import all_reject_ratio, forcing_check
-from labkit.formulas import (
+from labkit.decide.forcing import all_reject_ratio, forcing_check
+from labkit.decide.formulas import (
     DRAWN,
     fitted_chance,
     formula_errors,
@@ -20,13 +17,16 @@ from labkit.formulas import (
     leviathan,
     magicdec,
 )
+from labkit.decide.reprice import measured_speedup, reprice, reprice_check
+from labkit.decide.step_costs import step_costs
+from labkit.decide.verdict import fixed_context
+from labkit.drafting.forced import ForcedDrafter, fixed_acceptance
+from labkit.drafting.ngram import NgramDrafter
+from labkit.errors import InputError
 from labkit.models.target import ModelTarget
 from labkit.models.weights import load_model
-from labkit.reprice import measured_speedup, reprice, reprice_check
 from labkit.results import load_runs
 from labkit.speculation import accept_forced, speculate
-from labkit.step_costs import step_costs
-from labkit.verdict import fixed_context
 from tests.test_best_k import geometric
 from tests.worlds import CostWorld, Noise, cost_rows
 

@@ -4,11 +4,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from labkit.composed import cost_rows
+from labkit.decide.composed import cost_rows
+from labkit.decide.request import request_speedup, request_table, turning_length
+from labkit.decide.step_costs import step_costs
+from labkit.decide.surface import verdict_surface
 from labkit.errors import InputError
-from labkit.request import request_speedup, request_table, turning_length
-from labkit.step_costs import step_costs
-from labkit.surface import verdict_surface
 from tests.worlds import CostWorld, StepWorld, step_rows
 from tests.worlds import cost_rows as loop_rows
 

@@ -12,8 +12,8 @@ import pytest
 
 from labkit.cli import main
 from labkit.errors import InputError
-from labkit.notebook_run import run_notebook
 from labkit.provenance import collect, redact, redacted
+from labkit.publish.notebook_run import run_notebook
 from labkit.sweep import run_sweep
 from tests import sweep_points
 
@@ -118,7 +118,7 @@ def test_executed_notebooks_their_html_and_the_record_of_the_run(tmp_path):
 
 
 def test_figures_and_their_records(tmp_path):
-    from labkit.figures import save_figure
+    from labkit.publish.figures import save_figure
     from tests.test_results import write
 
     path = write(tmp_path / USER)

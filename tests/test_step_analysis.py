@@ -8,15 +8,15 @@ import pytest
 
 from labkit.breakeven import breakeven
 from labkit.cli import main
+from labkit.decide.forward_costs import FREE, draft_forwards, loop_rows
+from labkit.decide.pairings import Pairing, engine_pairings, measured_pairings, pairing_cells, pairing_table
+from labkit.decide.step_costs import step_costs
 from labkit.errors import InputError
-from labkit.forward_costs import FREE, draft_forwards, loop_rows
-from labkit.pairings import Pairing, engine_pairings, measured_pairings, pairing_cells, pairing_table
-from labkit.panels import breakeven_floor
-from labkit.plots_pairings import figure_pairings, figure_step_ladder, ladder_table
-from labkit.plots_step import RESIDUAL, figure_step_parts, step_parts
-from labkit.step_answers import PUBLISHED_LENGTHS, one_target, step_answer, story_table
-from labkit.step_costs import step_costs
-from labkit.step_table import closure_table, forward_table, throughput_table
+from labkit.plots.pairings import figure_pairings, figure_step_ladder, ladder_table
+from labkit.plots.panels import breakeven_floor
+from labkit.plots.step import RESIDUAL, figure_step_parts, step_parts
+from labkit.steps.answers import PUBLISHED_LENGTHS, one_target, step_answer, story_table
+from labkit.steps.table import closure_table, forward_table, throughput_table
 from tests.step_worlds import Physics, StepWorld, step_rows
 from tests.synthetic import GPU, write_run_of
 from tests.test_plots import all_texts, assert_well_placed

@@ -8,9 +8,9 @@ import pytest
 from scipy.optimize import nnls
 
 from labkit.errors import InputError
-from labkit.step_heldout import held_out
-from labkit.step_model import fit_step_models, model_table
-from labkit.step_terms import nonnegative_fit
+from labkit.steps.heldout import held_out
+from labkit.steps.model import fit_step_models, model_table
+from labkit.steps.terms import nonnegative_fit
 from tests.step_worlds import NUM_SMS, Physics, StepWorld, step_rows
 
 NOISY = StepWorld(noise=0.02, drift=0.02, batches=(1, 4, 16), contexts=(1024, 8192, 32768, 65536, 131072))

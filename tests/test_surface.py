@@ -4,14 +4,14 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from labkit.cause import diagnose_slopes, slope_causes, waterfall
-from labkit.composed import composed_costs
-from labkit.composed import cost_rows as surface_costs
+from labkit.decide.cause import diagnose_slopes, slope_causes, waterfall
+from labkit.decide.composed import composed_costs
+from labkit.decide.composed import cost_rows as surface_costs
+from labkit.decide.forward_costs import FREE
+from labkit.decide.step_costs import step_costs
+from labkit.decide.surface import read_rates, verdict_surface
+from labkit.decide.verdict import crossing_lines
 from labkit.errors import InputError
-from labkit.forward_costs import FREE
-from labkit.step_costs import step_costs
-from labkit.surface import read_rates, verdict_surface
-from labkit.verdict import crossing_lines
 from tests.worlds import AcceptanceWorld, CostWorld, StepWorld, acceptance_rows, cost_rows, step_rows
 
 WORLD = StepWorld()

@@ -9,9 +9,9 @@ import pytest
 
 from labkit.attention import api, registry
 from labkit.attention.api import register_backend
-from labkit.attention_table import attention_table
 from labkit.cli import main
 from labkit.experiments import attention, common, matrix, trial
+from labkit.plots.attention_table import attention_table
 from labkit.results import load_runs
 
 RIGHT = """

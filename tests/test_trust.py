@@ -13,10 +13,10 @@ import pandas as pd
 import pytest
 
 from labkit import timing
+from labkit.decide.ratios import ratio_table
 from labkit.device_state import DeviceState, monitor
 from labkit.experiments import attention, loop
 from labkit.quality import Limits, judge, kinds, relative_width
-from labkit.ratios import ratio_table
 from labkit.timing import sample_rounds
 
 PRESET = {name: values[0] for name, values in attention.PRESETS["cpu"].items()}

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from labkit.diagnosis import degenerate_paths
-from labkit.diagnosis import diagnose as diagnose_rows
+from labkit.decide.diagnosis import degenerate_paths
+from labkit.decide.diagnosis import diagnose as diagnose_rows
 from labkit.engines.diagnose import diagnose, diagnose_trace, render
 from labkit.engines.importing import Reader, import_files, summary
 from labkit.engines.recipes import recipe

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from labkit.decide.intervals import generator, percentile_interval, resampled_weights, student_spread
 from labkit.engines.record import Record
 from labkit.engines.roles import Role, gpu_row, kernel, resolve_roles, rows_of, speculative_tokens
 from labkit.engines.server import Server
 from labkit.engines.tables import read_table
 from labkit.engines.trace import summarise
 from labkit.errors import InputError
-from labkit.intervals import generator, percentile_interval, resampled_weights, student_spread
 from labkit.shapes import ModelShape, model_shape, model_shapes
 
 MAX_WINDOWS, MIN_WINDOWS, RESAMPLES = 5000, 6, 1000

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from labkit.attention_table import cell_table
 from labkit.axes import parse_axes
+from labkit.decide.ratios import ratio_table
 from labkit.errors import InputError
 from labkit.experiments import attention, common
-from labkit.ratios import ratio_table
+from labkit.plots.attention_table import cell_table
+from labkit.plots.style import format_tokens
 from labkit.shapes import AttentionShape
-from labkit.style import format_tokens
 from labkit.worker import one_line, status_of
 
 # Small enough for the whole trial to take less than 30 s; longer contexts are a `--set context_len=` away.

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from labkit.compare import compare_runs
-from labkit.intervals import generator, percentile_interval, student_spread
+from labkit.decide.compare import compare_runs
+from labkit.decide.intervals import generator, percentile_interval, student_spread
 from labkit.rows import is_missing
 
 Sidecars = Mapping[str, Mapping[str, Any]]
@@ -193,7 +193,7 @@ def comparisons(rows: pd.DataFrame) -> list[dict[str, Any]]:
 def render(rows: pd.DataFrame, sidecars: Sidecars, **guard: Any) -> str:
     """The report as text: a table of the arms, ratios, retention, and the guard's verdict on the servers' settings.
 
-    **guard : ``varying`` and ``allow`` of `labkit.compare.compare_runs`.
+    **guard : ``varying`` and ``allow`` of `labkit.decide.compare.compare_runs`.
     """
     table = summary(rows)
     if table.empty:

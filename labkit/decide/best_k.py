@@ -1,0 +1,191 @@
+"""How many tokens to draft, 0 included: per context and batch, as one value for all, and as an engine's flags."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+
+from labkit.acceptance import row_counts
+from labkit.decide.intervals import generator, percentile_interval, resampled_weights, student_spread
+from labkit.decide.step_costs import StepCosts, baseline_ms
+from labkit.errors import InputError
+from labkit.rows import ok_rows
+
+# One deployment: what a single setting of k serves.
+SETTING = ["gpu", "target", "drafter", "workload", "temperature", "verify_backend", "draft_backend"]
+CELL = [*SETTING, "context_len", "batch_size"]
+_KEY = ["target", "drafter", "workload", "temperature", "prompt_id", "context_len_low", "context_len_high"]
+
+
+def cut_acceptance(acceptance: pd.DataFrame, ks: Sequence[int]) -> pd.DataFrame:
+    """``acceptance`` with modelled rows for each k of ``ks`` that was not measured but lies below one that was.
+
+    A step that drafted j and kept a would, cut at k, have drafted min(j, k) and kept min(a, k). Exact for a chain whose
+    drafts do not depend on k and whose steps start anywhere alike; a lookup that starts its next search elsewhere
+    differs (`cut_bias` measures by how much). The smallest measured k above is cut. Origin "modelled".
+    """
+    rows = ok_rows(acceptance, "acceptance", ["num_speculative_tokens", "accepted_by_draft_length"])
+    measured = sorted(rows["num_speculative_tokens"].unique())
+    added = []
+    for k in sorted(set(ks) - set(measured)):
+        if above := [known for known in measured if known > k >= 1]:
+            added.append(_cut(rows[rows["num_speculative_tokens"] == above[0]], int(k)))
+    return pd.concat([acceptance, *added], ignore_index=True) if added else acceptance
+
+
+def _cut(rows: pd.DataFrame, k: int) -> pd.DataFrame:
+    records = []
+    for row in rows.to_dict("records"):
+        counts = row_counts(row)
+        cut = np.zeros((k + 1, k + 1), dtype=int)
+        for (drafted, kept), number in np.ndenumerate(counts.histogram):
+            cut[min(drafted, k), min(kept, k)] += number
+        new = {"num_speculative_tokens": k, "accepted_by_draft_length": cut.tolist(), "origin": "modelled"}
+        counted = row_counts(row | new).columns()
+        records.append(row | new | {name: counted[name] for name in counted if name in row})
+    return pd.DataFrame(records)
+
+
+def cut_bias(
+    acceptance: pd.DataFrame, *, confidence: float = 0.95, resamples: int = 2000, seed: int = 0
+) -> pd.DataFrame:
+    """What `cut_acceptance` gets wrong: its length over the measured one, at every k measured beside a larger one.
+
+    The same prompts stand on both sides and are resampled together. Returns target, drafter, workload, context_len_low,
+    num_speculative_tokens, cut_from, measured, modelled, ratio, ratio_low, ratio_high, num_prompts; empty with one k.
+    """
+    rows = ok_rows(acceptance, "acceptance", [*_KEY, "num_speculative_tokens", "accepted_by_draft_length"])
+    names = ["target", "drafter", "workload", "context_len_low"]
+    records = []
+    for key, group in rows.groupby(names, dropna=False, sort=True):
+        ks = sorted(group["num_speculative_tokens"].unique())
+        for k, above in [(k, above) for k in ks for above in ks if above > k]:
+            own = _tokens_and_steps(group[group["num_speculative_tokens"] == k])
+            other = _tokens_and_steps(_cut(group[group["num_speculative_tokens"] == above], k))
+            both = own.join(other.add_suffix("_cut"), how="inner").to_numpy(float)
+            if not len(both):
+                continue
+            rng = generator(seed, "cut", *key, k, above)
+            weights = resampled_weights(len(both), resamples, rng)
+            tokens, steps, cut_tokens, cut_steps = both.sum(axis=0)
+            log = np.log((cut_tokens / cut_steps) / (tokens / steps))
+            draws = np.log(
+                (weights @ both[:, 2]) / (weights @ both[:, 3]) / ((weights @ both[:, 0]) / (weights @ both[:, 1]))
+            )
+            spread = student_spread(len(both), resamples, rng)
+            low, high = np.exp(log + np.array(percentile_interval(spread * (draws - log), confidence)))
+            records.append(
+                dict(zip(names, key, strict=True))
+                | {"num_speculative_tokens": k, "cut_from": above, "measured": tokens / steps}
+                | {"modelled": cut_tokens / cut_steps, "ratio": np.exp(log), "ratio_low": low, "ratio_high": high}
+                | {"num_prompts": len(both)}
+            )
+    return pd.DataFrame(records)
+
+
+def _tokens_and_steps(rows: pd.DataFrame) -> pd.DataFrame:
+    counts = [row_counts(row) for row in rows.to_dict("records")]
+    table = rows[_KEY].assign(
+        tokens=[item.num_verify_steps + item.num_accepted_tokens for item in counts],
+        steps=[item.num_verify_steps for item in counts],
+    )
+    return table.groupby(_KEY, dropna=False)[["tokens", "steps"]].sum()
+
+
+def best_k(cells: pd.DataFrame) -> pd.DataFrame:
+    """The k with the largest speed-up per context and batch, 0 (no speculation, speed-up 1) included.
+
+    cells : `labkit.breakeven.Breakeven.cells` of several k. Cells without a speed-up are left out.
+
+    Returns ``CELL``, best_k, speedup, speedup_low, speedup_high, decided (the interval of the best k lies above 1; for
+    0: that of every k below), origin. The largest of several estimates is a little too large.
+    """
+    known = cells[cells["speedup"].notna()]
+    if known.empty:
+        raise InputError("best k: want cells with a speed-up; none has both a cost and an acceptance length")
+    records = []
+    for key, rows in known.groupby(CELL, dropna=False, sort=True):
+        best = rows.iloc[int(rows["speedup"].to_numpy(float).argmax())]
+        place = dict(zip(CELL, key, strict=True))
+        if best["speedup"] > 1:
+            values = {name: best[name] for name in ("speedup", "speedup_low", "speedup_high", "origin")}
+            place |= {"best_k": int(best["num_speculative_tokens"]), **values, "decided": best["speedup_low"] > 1}
+        else:
+            place |= {"best_k": 0, "speedup": 1.0, "speedup_low": 1.0, "speedup_high": 1.0, "origin": best["origin"]}
+            place["decided"] = bool((rows["speedup_high"] < 1).all())
+        records.append(place)
+    return pd.DataFrame(records)
+
+
+def regret(cells: pd.DataFrame) -> pd.DataFrame:
+    """What one k everywhere costs, against the best k of each context and batch (all weighing the same).
+
+    Returns ``SETTING``, num_speculative_tokens (0 = never speculate), mean_regret, worst_regret (shares of the best
+    speed-up lost, 0..1), worst_context_len, worst_batch_size, num_cells. A k that was not measured in every cell is
+    left out: its cells would be others.
+    """
+    known = cells[cells["speedup"].notna()]
+    records = []
+    for key, rows in known.groupby(SETTING, dropna=False, sort=True):
+        table = rows.pivot_table(
+            index=["context_len", "batch_size"], columns="num_speculative_tokens", values="speedup"
+        )
+        speedups = {0: np.ones(len(table))} | {int(str(k)): column.to_numpy(float) for k, column in table.items()}
+        speedups = {k: values for k, values in speedups.items() if np.isfinite(values).all()}
+        best = np.max(list(speedups.values()), axis=0)
+        for k, values in speedups.items():
+            lost = 1 - values / best
+            place = table.index[int(lost.argmax())]
+            numbers = {"mean_regret": lost.mean(), "worst_regret": lost.max(), "num_cells": len(lost)}
+            where = {"worst_context_len": place[0], "worst_batch_size": place[1]}
+            records.append(dict(zip(SETTING, key, strict=True)) | {"num_speculative_tokens": k} | numbers | where)
+    return pd.DataFrame(records)
+
+
+def scheduled_verify(costs: Sequence[StepCosts], acceptance: pd.DataFrame, baseline: str = "fastest") -> pd.DataFrame:
+    """Static verify of all k drafts against the most that a confidence schedule could gain.
+
+    The schedule at its best verifies exactly the drafts that will be kept: all k are still drafted, verify then costs
+    what it costs at q_len = kept + 1. Any real schedule lies between (origin modelled). Where the rows cannot tell
+    drafting from verify the draft counts as free and the bound is looser.
+
+    Returns context_len, batch_size, verify_backend, num_speculative_tokens, workload, static_speedup,
+    scheduled_speedup, gain (their ratio); one row per cost cell and workload that joins.
+    """
+    from labkit.decide.acceptance_join import join
+
+    records = []
+    for cost, (sources, _) in zip(costs, join(list(costs), acceptance), strict=True):
+        decode_ms = baseline_ms(cost, baseline)[1]
+        ratios = _medians(cost.step_ms / decode_ms[:, None])
+        draft = _medians((cost.parts_ms.get("draft_ms", np.zeros(len(decode_ms))) / decode_ms)[:, None])[0]
+        for source in sources:
+            if source.histograms is None or not len(source.histograms):
+                continue
+            histogram = source.histograms.sum(axis=0)
+            steps, kept = histogram.sum(), histogram.sum(axis=0)
+            length = 1 + kept @ np.arange(len(kept)) / steps
+            # Without an own time for j drafts, drafting is taken to grow evenly with j.
+            share = np.arange(len(kept)) / cost.num_speculative_tokens
+            verify = ratios - draft * share
+            static = (histogram.sum(axis=1) @ ratios) / steps
+            drafted = (histogram.sum(axis=1) @ (draft * share)) / steps
+            # A longer verify that was measured to be cheaper could be padded to.
+            cheapest = np.fmin.accumulate(verify[::-1])[::-1]
+            scheduled = (kept @ cheapest) / steps + drafted
+            records.append(
+                {
+                    name: cost.key[name]
+                    for name in ("context_len", "batch_size", "verify_backend", "num_speculative_tokens")
+                }
+                | {"workload": source.workload, "static_speedup": length / static}
+                | {"scheduled_speedup": length / scheduled, "gain": static / scheduled}
+            )
+    return pd.DataFrame(records)
+
+
+def _medians(table: np.ndarray) -> np.ndarray:
+    """Column medians that pass over NaN; NaN for a column without a number."""
+    return np.array(
+        [np.median(column[np.isfinite(column)]) if np.isfinite(column).any() else np.nan for column in table.T]
+    )

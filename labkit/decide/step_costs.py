@@ -1,0 +1,187 @@
+"""Loop or step rows -> costs of a cell: per-round medians of the speculative step and of every plain decode, paired.
+
+A ratio is only ever taken inside one (run_id, group, round), where both sides were interleaved.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from labkit.decide.forward_costs import loop_rows
+from labkit.errors import InputError
+from labkit.quality import kinds
+from labkit.rows import FORCED_ORIGINS, distinct, is_missing, ok_rows, single_value
+
+CELL_KEY = (
+    *("gpu", "target", "drafter", "batch_size", "context_len", "num_speculative_tokens", "verify_backend"),
+    *("draft_backend", "weight_dtype", "kv_dtype"),
+)
+PAIR = ["run_id", "group", "round"]
+# Both arms of a group must agree in these, or its ratio would compare two different things.
+SHARED = ("gpu", "target", "batch_size", "context_len", "weight_dtype", "kv_dtype", "linear_backend")
+# Columns that rarely vary and are looked at cell by cell when they do.
+MIXED = ("linear_backend", "launch_mode")
+NEEDED = (*PAIR, "arm", *CELL_KEY[1:7], "decode_backend", "num_drafted_tokens", "step_ms")
+# Parts of a step, in the order in which a step runs; attention apart only where it was timed apart.
+PARTS = (
+    *("draft_ms", "draft_attention_ms", "draft_rest_ms", "verify_ms", "verify_attention_ms", "verify_rest_ms"),
+    *("accept_ms", "sampling_ms", "communication_ms", "gap_ms"),
+)
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Times of one cell; a round is a (run_id, group, round), in sorted order.
+
+    `step_ms` [num_rounds, k+1] holds the median speculative step with j drafts in column j, `decode_ms` per plain
+    backend the median decode step [num_rounds]; NaN where a round lacks it. `parts_ms` holds the parts of a step with k
+    drafts that the rows have, per name of ``PARTS`` [num_rounds].
+    """
+
+    key: dict[str, Any]
+    step_ms: np.ndarray
+    decode_ms: dict[str, np.ndarray]
+    parts_ms: dict[str, np.ndarray]
+    origin: str
+    notes: tuple[str, ...]
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """k of the cell."""
+        return int(self.key["num_speculative_tokens"])
+
+
+def step_costs(cost_rows: pd.DataFrame) -> list[StepCosts]:
+    """Sort loop rows with status ok into cells; step rows are first made loop rows by `labkit.decide.forward_costs`.
+
+    Costs come from runs at a fixed context. Rows of origin forced are welcome: only their acceptance is imposed, their
+    times are real, so the cell counts as measured. Rounds of several runs of one cell are pooled after pairing.
+
+    Raises InputError: columns are missing, an arm is missing or unknown, a time is not above 0, or a group or a cell
+    mixes contexts, dtypes, linear backends, launch modes or origins.
+    """
+    rows = ok_rows(loop_rows(cost_rows) if "forward_ms" in cost_rows else cost_rows, "cost", NEEDED)
+    rows = rows.assign(**{name: None for name in CELL_KEY if name not in rows})
+    _check(rows)
+    plain = rows[rows["arm"] == "plain"]
+    speculative = rows[rows["arm"] == "speculative"].astype({"num_speculative_tokens": int})
+    decode_ms = plain.groupby([*PAIR, "decode_backend"])["step_ms"].median().unstack("decode_backend")
+    cells = speculative.groupby(list(CELL_KEY), dropna=False, sort=True)
+    cell_ids = cells.ngroup()
+    by_length = [cell_ids.rename("cell"), *(speculative[name] for name in (*PAIR, "num_drafted_tokens"))]
+    step_ms = speculative["step_ms"].groupby(by_length).median().unstack("num_drafted_tokens")
+    doubted = _doubtful(rows).any() or any(len(set(rows.get(name, pd.Series(dtype=object)))) > 1 for name in MIXED)
+    parts = [name for name in PARTS if name in rows]
+    full = speculative["num_drafted_tokens"] == speculative["num_speculative_tokens"]
+    by_cell = [by_length[0][full], *(speculative.loc[full, name] for name in PAIR)]
+    at_rounds = speculative.loc[full, parts].astype(float).groupby(by_cell).median().reindex(step_ms.index)
+    costs = []
+    for cell_id, (values, group) in enumerate(cells):
+        key = {name: _key_value(value) for name, value in zip(CELL_KEY, values, strict=True)}
+        steps = step_ms.loc[[cell_id]].droplevel("cell").reindex(columns=list(range(key["num_speculative_tokens"] + 1)))
+        decode = decode_ms.reindex(steps.index).dropna(axis="columns", how="all")
+        by_backend = {str(name): decode[name].to_numpy(float) for name in decode}
+        notes = _notes(group, plain, key) if doubted else ()
+        columns = dict(zip(parts, at_rounds.loc[[cell_id]].to_numpy(float).T, strict=True))
+        of_parts = {name: values for name, values in columns.items() if np.isfinite(values).any()}
+        costs.append(StepCosts(key, steps.to_numpy(float), by_backend, of_parts, _origin(group, key), notes))
+    return costs
+
+
+def _key_value(value: Any) -> Any:
+    # Stored contexts are means over the requests and come as floats; whole ones print and compare as integers.
+    return None if is_missing(value) else int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _check(rows: pd.DataFrame) -> None:
+    arms = distinct(rows, "arm")
+    if arms != ["plain", "speculative"]:
+        raise InputError(f"cost rows must hold the arms plain and speculative, got {', '.join(arms) or 'none'}")
+    if rows[PAIR].isna().any(axis=None):
+        raise InputError("cost rows need run_id, group and round in every row: ratios are paired by them")
+    if not (rows["step_ms"] > 0).all():
+        raise InputError("step_ms must be above 0 in every cost row with status ok")
+    speculative = rows[rows["arm"] == "speculative"]
+    for name in ("num_speculative_tokens", "num_drafted_tokens", "verify_backend", "drafter"):
+        if speculative[name].isna().any():
+            raise InputError(f"{name} must be given in every speculative cost row")
+    if (speculative["num_drafted_tokens"] > speculative["num_speculative_tokens"]).any():
+        raise InputError("num_drafted_tokens must not exceed num_speculative_tokens in any cost row")
+    for name in SHARED:
+        if name in rows:
+            counts = rows.groupby(PAIR[:2])[name].nunique(dropna=False)
+            if (counts > 1).any():
+                run_id, group = counts.index[counts > 1][0]
+                mixed = rows[(rows["run_id"] == run_id) & (rows["group"] == group)]
+                single_value(mixed, name, f"cost rows of run {run_id}, group {group},")
+
+
+def _origin(group: pd.DataFrame, key: dict[str, Any]) -> str:
+    if "origin" not in group:
+        return "measured"
+    origins = {"measured" if origin in FORCED_ORIGINS else str(origin) for origin in group["origin"].unique()}
+    if len(origins) > 1:
+        raise InputError(f"cost rows of {_name(key)} mix origin {', '.join(sorted(origins))}; keep one of them")
+    return origins.pop()
+
+
+def _notes(speculative: pd.DataFrame, plain: pd.DataFrame, key: dict[str, Any]) -> tuple[str, ...]:
+    where = f"cost rows of {_name(key)}"
+    groups = pd.MultiIndex.from_frame(speculative[PAIR[:2]])
+    plain = plain[pd.MultiIndex.from_frame(plain[PAIR[:2]]).isin(groups)]
+    both = pd.concat([speculative, plain])
+    single_value(both, "linear_backend", where)
+    modes = [single_value(arm, "launch_mode", where) for arm in (speculative, plain) if len(arm)]
+    notes = [f"launch_mode: speculative {modes[0]}, plain {modes[1]}"] if len(set(modes)) > 1 else []
+    doubtful = both[_doubtful(both)].get("quality", pd.Series(dtype=object))
+    counts = Counter(kind for quality in doubtful for kind in kinds(quality))
+    notes += [f"{count} of {len(both)} samples with quality {name!r}" for name, count in counts.items()]
+    return tuple(notes)
+
+
+def _doubtful(rows: pd.DataFrame) -> pd.Series:
+    quality = rows["quality"] if "quality" in rows else pd.Series(None, index=rows.index, dtype=object)
+    return quality.notna() & (quality != "ok")
+
+
+def _name(key: dict[str, Any]) -> str:
+    return f"{key['verify_backend']} at context_len {key['context_len']}, k {key['num_speculative_tokens']}"
+
+
+def baseline_ms(costs: StepCosts, baseline: str) -> tuple[str | None, np.ndarray]:
+    """The plain decode that the cell is compared with: its backend, and its time per round [num_rounds].
+
+    baseline : ``"fastest"``, ``"same"`` (the backend that verifies) or the name of a plain-decode backend.
+
+    The fastest of several noisy candidates looks faster than it is where it was chosen. So rounds are halved by turns,
+    the backend is chosen by its median on one half and measured on the other, in both directions; each round is used
+    once. Where the halves choose differently (a tie within noise), both names are given, joined by ``|``.
+    """
+    num_rounds = len(costs.step_ms)
+    if baseline != "fastest":
+        name = costs.key["verify_backend"] if baseline == "same" else baseline
+        return (name, costs.decode_ms[name]) if name in costs.decode_ms else (None, np.full(num_rounds, np.nan))
+    half = np.arange(num_rounds) % 2
+    # With a single round there is no other half; such a cell stays undecided anyway.
+    choosers = [half != side if num_rounds > 1 else half == 0 for side in (0, 1)]
+    table = {
+        name: ms for name, ms in costs.decode_ms.items() if all(np.isfinite(ms[chooser]).any() for chooser in choosers)
+    }
+    if not table:
+        return None, np.full(num_rounds, np.nan)
+    chosen = [min(table, key=lambda name: float(np.nanmedian(table[name][chooser]))) for chooser in choosers]
+    values = np.where(half == 0, table[chosen[0]], table[chosen[1]])
+    return "|".join(sorted(set(chosen))), values
+
+
+def paired_ratios(costs: StepCosts, decode_ms: np.ndarray, shares: np.ndarray) -> np.ndarray:
+    """Cost of a step with j drafts over plain decode, float64 [num_complete_rounds, k+1], 0 where no step has j drafts.
+
+    Only rounds that hold the baseline and every draft length with a share above 0 are complete.
+    """
+    needed = shares > 0
+    ratios = np.where(needed, costs.step_ms / decode_ms[:, None], 0.0)
+    return ratios[np.isfinite(ratios).all(axis=1)]

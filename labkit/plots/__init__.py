@@ -1,0 +1,1 @@
+"""Drawing: axes-level plots, whole figures, style, and saving with provenance."""

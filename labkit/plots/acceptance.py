@@ -1,0 +1,255 @@
+"""How many drafts are kept: by position, by workload and by context, with the definition of each number on its axis."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from labkit.acceptance import acceptance_table
+from labkit.decide.acceptance_positions import position_table
+from labkit.errors import InputError
+from labkit.plots.canvas import add_header, add_legend, axes_or_new, bars, freeze_layout, marks, new_figure
+from labkit.plots.curves import by_name, interpolate
+from labkit.plots.labels import EndLabels
+from labkit.plots.style import (
+    INK,
+    TEXT_WIDTH_IN,
+    SeriesStyle,
+    context_axis,
+    display_name,
+    origin_style,
+    series_styles,
+    styled,
+)
+from labkit.rows import distinct, listed, ok_rows
+
+Texts = Mapping[str, str] | None
+Styles = Mapping[str, SeriesStyle] | None
+
+
+@dataclass(frozen=True)
+class Definition:
+    """One way to state acceptance: column of `acceptance_table`, what is subtracted from it, and the axis label."""
+
+    column: str
+    offset: int
+    label: str
+
+    def limits(self, k: int) -> tuple[int, int]:
+        """Least and largest value there can be."""
+        return (0, 1) if self.column == "draft_acceptance_rate" else (1 - self.offset, k + 1 - self.offset)
+
+    def of(self, table: pd.DataFrame) -> tuple[np.ndarray, np.ndarray | None]:
+        """Values [num_rows], and the lengths of their bars [2, num_rows] where the definition has an interval."""
+        values = table[self.column].to_numpy(float)
+        bounds = [f"{self.column}_low", f"{self.column}_high"]
+        errors = bars(values, *table[bounds].to_numpy(float).T) if bounds[0] in table else None
+        return values - self.offset, errors
+
+
+DEFINITIONS: Mapping[str, Definition] = {
+    "pooled": Definition("mean_acceptance_length", 0, "tokens per verify step\n(pooled, bonus counted)"),
+    "without_bonus": Definition("mean_acceptance_length", 1, "accepted drafts per verify step\n(pooled, no bonus)"),
+    "mean_of_prompts": Definition(
+        "mean_acceptance_length_of_prompts", 0, "tokens per verify step\n(mean of prompts, bonus counted)"
+    ),
+    "rate": Definition("draft_acceptance_rate", 0, "accepted / drafted tokens\n(pooled)"),
+}
+_POSITION_LABELS = {
+    "unconditional": "share of all verify steps\nthat kept it",
+    "conditional": "share kept, given that\nthe one before was",
+}
+MEAN_OF_PROMPTS: dict[str, Any] = {
+    **{"color": INK, "linestyle": "none", "marker": "o", "zorder": 3},
+    **{"markersize": 2.6, "markerfacecolor": "white", "markeredgewidth": 0.7},
+}
+
+
+@styled
+def plot_acceptance_by_position(
+    df: pd.DataFrame,
+    *,
+    ax: Axes | None = None,
+    hue: str = "workload",
+    definition: str = "unconditional",
+    labels: Texts = None,
+    styles: Styles = None,
+) -> Axes:
+    """Acceptance rate per draft position, pooled over contexts, with 95 % bands from resampled prompts.
+
+    df : acceptance rows of one k.
+    hue : column that tells curves apart.
+    definition : "unconditional" (the rates add up to the acceptance length minus 1) or "conditional"; see
+        `position_table`.
+
+    Raises InputError: more than one k, an unknown definition, or no ok rows.
+    """
+    ax, k = axes_or_new(ax), _one_k(df)
+    table = position_table(df, (hue,), definition=definition)
+    styles = styles or series_styles(table[hue].drop_duplicates())
+    ends = EndLabels(ax)
+    for name, rows in by_name(table, hue):
+        style = styles[name]
+        rows = rows[rows["rate"].notna()]
+        x, y, low, high = rows[["position", "rate", "rate_low", "rate_high"]].to_numpy(float).T
+        ax.fill_between(x, low, high, color=style.color, alpha=0.16, linewidth=0)
+        ax.plot(x, y, color=style.color, marker=style.marker, clip_on=False)
+        if len(rows):
+            ends.add(x[-1], y[-1], display_name(name, labels), color=style.color)
+    ax.set_xlim(1 - 0.06 * k, k + 0.06 * k)
+    ax.set_xticks(range(1, k + 1, 1 if k <= 8 else 2))
+    ax.set_ylim(0, 1)
+    ax.set_xlabel("draft position")
+    ax.set_ylabel(_POSITION_LABELS[definition])
+    return ax
+
+
+@styled
+def plot_acceptance_by_workload(
+    df: pd.DataFrame,
+    *,
+    ax: Axes | None = None,
+    hue: str = "workload",
+    definition: str = "pooled",
+    labels: Texts = None,
+    styles: Styles = None,
+) -> Axes:
+    """Acceptance per workload, pooled over contexts, highest on top, with 95 % bars from resampled prompts.
+
+    With ``definition="pooled"`` a small hollow mark shows the mean of per-prompt lengths, which some tools print
+    instead.
+
+    df : acceptance rows of one k.
+    definition : a key of ``DEFINITIONS``; the axis says which.
+
+    Raises InputError: more than one k, an unknown definition, or no ok rows.
+    """
+    ax, k, how = axes_or_new(ax), _one_k(df), _definition(definition)
+    table = acceptance_table(df, by=[hue, "origin"])
+    table = table[table[how.column].notna()].sort_values(how.column, kind="stable").reset_index(drop=True)
+    styles = styles or series_styles(table[hue].drop_duplicates())
+    values, errors = how.of(table)
+    for y, (name, origin) in enumerate(zip(table[hue], table["origin"], strict=True)):
+        bar = None if errors is None else errors[:, [y]]
+        marks(ax, values[[y]], [y], styles[name], hollow=not origin_style(origin).filled, size=3.8, xerr=bar)
+    if definition == "pooled":
+        ax.plot(table["mean_acceptance_length_of_prompts"], np.arange(len(table)) - 0.22, **MEAN_OF_PROMPTS)
+    ax.set_yticks(range(len(table)), [display_name(name, labels) for name in table[hue]])
+    ax.set_ylim(-0.6, len(table) - 0.4)
+    low, high = how.limits(k)
+    ax.set_xlim(low, high)
+    if high > 1:
+        ax.set_xticks(range(low, high + 1, 1 if k < 5 else 2))
+    ax.grid(axis="x")
+    ax.grid(visible=False, axis="y")
+    ax.set_xlabel(how.label)
+    return ax
+
+
+@styled
+def plot_acceptance_by_context(
+    df: pd.DataFrame,
+    *,
+    ax: Axes | None = None,
+    hue: str = "workload",
+    definition: str = "pooled",
+    labels: Texts = None,
+    styles: Styles = None,
+) -> Axes:
+    """Acceptance against context, per workload, with 95 % bars; joined only between neighbouring measured bands.
+
+    A mark stands at the mean context of its band's verify steps. Nothing is drawn beyond the measured contexts.
+    Parameters and errors as `plot_acceptance_by_workload`.
+    """
+    ax, k, how = axes_or_new(ax), _one_k(df), _definition(definition)
+    rows = ok_rows(df, "acceptance", ["context_len", "context_len_low", "context_len_high"])
+    by = [hue, "origin", "context_len_low", "context_len_high"]
+    table = acceptance_table(rows, by=by).merge(rows.groupby(by, as_index=False)["context_len"].mean(), on=by)
+    table = table[table[how.column].notna()]
+    styles = styles or series_styles(table[hue].drop_duplicates())
+    context_axis(ax, table["context_len"].min(), table["context_len"].max())
+    ends = EndLabels(ax)
+    for name, curve in by_name(table, hue):
+        curve, style = curve.sort_values("context_len"), styles[name]
+        x, (y, errors) = curve["context_len"].to_numpy(float), how.of(curve)
+        fine, (middle,) = interpolate(x, curve, [how.column])
+        ax.plot(fine, middle - how.offset, color=style.color, linewidth=1.0)
+        marks(ax, x, y, style, hollow=not origin_style(curve["origin"].iloc[0]).filled, size=4.2, yerr=errors)
+        ends.add(x[-1], y[-1], display_name(name, labels), color=style.color)
+    ax.set_ylim(*how.limits(k))
+    ax.set_ylabel(how.label)
+    return ax
+
+
+@styled
+def figure_acceptance(
+    df: pd.DataFrame,
+    *,
+    num_speculative_tokens: int | None = None,
+    definition: str = "pooled",
+    per_position: str = "unconditional",
+    labels: Texts = None,
+    width_in: float = TEXT_WIDTH_IN,
+    title: str = "How many drafts are kept",
+) -> Figure:
+    """Acceptance by position, workload and context side by side (stacked at column width), for one k.
+
+    num_speculative_tokens : k to show; the largest measured when None.
+    definition, per_position : definition of the lengths (a key of ``DEFINITIONS``) and of the rates per position.
+
+    Raises InputError: that k was not measured, an unknown definition, or rows of several targets, drafters or
+    temperatures.
+    """
+    ks = distinct(df, "num_speculative_tokens")
+    if not ks or num_speculative_tokens not in (None, *ks):
+        wanted = ", ".join(f"{value:g}" for value in ks) or "rows that have one"
+        raise InputError(f"num_speculative_tokens: want one of {wanted}; got {num_speculative_tokens}")
+    k = int(ks[-1] if num_speculative_tokens is None else num_speculative_tokens)
+    rows = df[df["num_speculative_tokens"] == k]
+    for name in ("target", "drafter", "temperature"):
+        if len(distinct(rows, name)) > 1:
+            raise InputError(f"acceptance rows: want one {name}; got {listed(rows, name)}; select one first")
+    styles = series_styles(distinct(rows, "workload"))
+    stacked = width_in <= 5
+    figure = new_figure(width_in, 6.2 if stacked else 2.9)
+    axes = figure.subplots(*((3, 1) if stacked else (1, 3)), squeeze=False).ravel()
+    plot_acceptance_by_position(rows, ax=axes[0], definition=per_position, labels=labels, styles=styles)
+    plot_acceptance_by_workload(rows, ax=axes[1], definition=definition, labels=labels, styles=styles)
+    plot_acceptance_by_context(rows, ax=axes[2], definition=definition, labels=labels, styles=styles)
+    for ax, name in zip(axes, ("by draft position", "by workload", "by context"), strict=True):
+        ax.set_title(name)
+    add_header(figure, title, _describe(rows, k, labels))
+    if definition == "pooled":
+        mark = Line2D([], [], **MEAN_OF_PROMPTS)
+        add_legend(figure, [(mark, "mean of per-prompt lengths (another definition)")])
+    freeze_layout(figure)
+    return figure
+
+
+def _one_k(df: pd.DataFrame) -> int:
+    ks = distinct(df, "num_speculative_tokens")
+    if len(ks) != 1:
+        got = ", ".join(map(str, ks)) or "none"
+        raise InputError(f"acceptance rows: want one num_speculative_tokens per axes; got {got}")
+    return int(ks[0])
+
+
+def _definition(name: str) -> Definition:
+    if name not in DEFINITIONS:
+        raise InputError(f"definition: want one of {', '.join(DEFINITIONS)}; got {name!r}")
+    return DEFINITIONS[name]
+
+
+def _describe(rows: pd.DataFrame, k: int, labels: Texts) -> str:
+    temperature = ", ".join(f"{value:g}" for value in distinct(rows, "temperature"))
+    parts = [listed(rows, "target", labels), listed(rows, "weight_dtype")]
+    parts += [f"{listed(rows, 'drafter', labels)} drafter", f"k = {k}", f"temperature {temperature}"]
+    counted = (
+        f"{rows.groupby(['workload', 'prompt_id']).ngroups} prompts, {rows['num_verify_steps'].sum():,} verify steps"
+    )
+    return " · ".join([*filter(None, parts), counted, "95 % intervals over prompts"])

@@ -1,0 +1,133 @@
+"""Drafters side by side: what each has accepted, where, and what its drafts cost."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from labkit.acceptance import acceptance_table
+from labkit.errors import InputError
+from labkit.plots.acceptance import (
+    MEAN_OF_PROMPTS,
+    Styles,
+    Texts,
+    plot_acceptance_by_context,
+    plot_acceptance_by_position,
+    plot_acceptance_by_workload,
+)
+from labkit.plots.canvas import add_header, add_legend, axes_or_new, bars, freeze_layout, marks, new_figure
+from labkit.plots.labels import EndLabels
+from labkit.plots.style import TEXT_WIDTH_IN, display_name, series_styles, styled
+from labkit.rows import distinct, listed, ok_rows
+
+
+def drafter_label(name: str) -> str:
+    """A head without the digest and the target in its name: ``smollm2-135m-block@1a2b3c4d+tree`` -> ``block, tree``."""
+    base, _, rest = name.partition("@")
+    option = rest.partition("+")[2]
+    short = base.rpartition("-")[2] if rest and base.rpartition("-")[2] in ("autoregressive", "block") else base
+    return f"{short}, {option}" if option else short
+
+
+def pareto_table(acceptance: pd.DataFrame, loop: pd.DataFrame) -> pd.DataFrame:
+    """Mean acceptance length and median time of a draft, by drafter and k.
+
+    acceptance, loop : ok rows of one target; times of complete steps with drafts.
+
+    Returns ``drafter num_speculative_tokens mean_acceptance_length (_low, _high) draft_ms is_best``: is_best where no
+    other pair yields more tokens for less time. Raises InputError: no drafter and k in both.
+    """
+    by = ["drafter", "num_speculative_tokens"]
+    lengths = acceptance_table(acceptance, by=by)
+    steps = ok_rows(loop, "loop", ["draft_ms", *by])
+    whole = (steps["origin"] == "measured") | (steps["num_drafted_tokens"] == steps["num_speculative_tokens"])
+    steps = steps[(steps["arm"] == "speculative") & (steps["num_drafted_tokens"] > 0) & whole]
+    table = lengths.merge(steps.groupby(by, as_index=False)["draft_ms"].median(), on=by)
+    if table.empty:
+        raise InputError("acceptance and loop rows: want a drafter and k that both hold; got none")
+    table = table.sort_values(["draft_ms", "mean_acceptance_length"], ascending=[True, False]).reset_index(drop=True)
+    best = table["mean_acceptance_length"].cummax()
+    table["is_best"] = table["mean_acceptance_length"].gt(best.shift(fill_value=0.0))
+    return table
+
+
+@styled
+def plot_length_against_draft_cost(acceptance: pd.DataFrame, loop: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
+    """Tokens per verify step against the time of a draft, a mark per drafter and k, the best pairs joined by a step.
+
+    As `pareto_table`. Bars are 95 % intervals over prompts.
+    """
+    ax, table = axes_or_new(ax), pareto_table(acceptance, loop)
+    styles = series_styles(table["drafter"].drop_duplicates())
+    front = table[table["is_best"]]
+    ax.step(front["draft_ms"], front["mean_acceptance_length"], where="post", color="0.6", linewidth=0.9, zorder=1)
+    ends = EndLabels(ax)
+    for name in map(str, table["drafter"].drop_duplicates()):
+        rows = table[table["drafter"] == name]
+        x, y = rows[["draft_ms", "mean_acceptance_length"]].to_numpy(float).T
+        bounds = rows[["mean_acceptance_length_low", "mean_acceptance_length_high"]].to_numpy(float).T
+        marks(ax, x, y, styles[name], hollow=False, size=4.2, yerr=bars(y, *bounds))
+        for _, row in rows.iterrows():
+            place = (row["draft_ms"], row["mean_acceptance_length"])
+            ax.annotate(f"{row['num_speculative_tokens']:.0f}", place, (3, -8), textcoords="offset points", fontsize=6)
+        ends.add(x.max(), y[np.argmax(x)], drafter_label(name), color=styles[name].color)
+    ax.set_xlim(0, None)
+    ax.set_xlabel("draft time per step [ms] (numbers at marks: k)")
+    ax.set_ylabel("tokens per verify step\n(pooled, bonus counted)")
+    return ax
+
+
+@styled
+def figure_pareto(acceptance: pd.DataFrame, loop: pd.DataFrame, *, width_in: float = 3.6) -> Figure:
+    """`plot_length_against_draft_cost` of one target and temperature, with a header that says which."""
+    figure = new_figure(width_in, 3.0)
+    plot_length_against_draft_cost(acceptance, loop, ax=figure.subplots())
+    device = f"{listed(acceptance, 'target')} · costs on {listed(loop, 'gpu')}"
+    add_header(figure, "What a draft yields for its time", device)
+    freeze_layout(figure)
+    return figure
+
+
+@styled
+def figure_drafters(
+    df: pd.DataFrame,
+    *,
+    num_speculative_tokens: int | None = None,
+    labels: Texts = None,
+    width_in: float = TEXT_WIDTH_IN,
+    title: str = "Which drafter has how much accepted",
+) -> Figure:
+    """Acceptance by position, in all, and by context, a colour per drafter, pooled over workloads, for one k.
+
+    num_speculative_tokens : k to show; the largest that all drafters have when None.
+
+    Raises InputError: rows of several targets or temperatures, or a k that no drafter has.
+    """
+    for name in ("target", "temperature"):
+        if len(distinct(df, name)) > 1:
+            raise InputError(f"acceptance rows: want one {name}; got {listed(df, name)}; select one first")
+    ks = [set(distinct(rows, "num_speculative_tokens")) for _, rows in df.groupby("drafter")]
+    shared = sorted(set.intersection(*ks)) if ks else []
+    if not shared or num_speculative_tokens not in (None, *shared):
+        raise InputError(
+            f"num_speculative_tokens: want one that all drafters have, {shared}; got {num_speculative_tokens}"
+        )
+    k = int(shared[-1] if num_speculative_tokens is None else num_speculative_tokens)
+    rows = df[df["num_speculative_tokens"] == k]
+    names = {str(name): drafter_label(str(name)) for name in distinct(rows, "drafter")} | dict(labels or {})
+    styles: Styles = series_styles(distinct(rows, "drafter"))
+    figure = new_figure(width_in, 2.9)
+    axes = figure.subplots(1, 3)
+    plot_acceptance_by_position(rows, ax=axes[0], hue="drafter", labels=names, styles=styles)
+    plot_acceptance_by_workload(rows, ax=axes[1], hue="drafter", labels=names, styles=styles)
+    plot_acceptance_by_context(rows, ax=axes[2], hue="drafter", labels=names, styles=styles)
+    for ax, name in zip(axes, ("by draft position", "in all", "by context"), strict=True):
+        ax.set_title(name)
+    workloads = ", ".join(display_name(name, labels) for name in distinct(rows, "workload"))
+    add_header(figure, title, f"{listed(rows, 'target', labels)} · k = {k} · {workloads} · 95 % intervals over prompts")
+    add_legend(figure, [(Line2D([], [], **MEAN_OF_PROMPTS), "mean of per-prompt lengths (another definition)")])
+    freeze_layout(figure)
+    return figure

@@ -1,0 +1,81 @@
+"""The explorer's two panels, and what the pointer reads in them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+
+from labkit.breakeven import Breakeven
+from labkit.decide.cause import breakeven_floor
+from labkit.plots.breakeven import ACCEPTANCE_ORIGINS, plot_breakeven
+from labkit.plots.style import INK, NOTE_SIZE, display_name, format_tokens, series_styles, styled
+
+PART_COLORS = {
+    **{"draft": "#E69F00", "draft attention": "#E69F00", "draft rest": "#F0E442", "verify": "#0072B2"},
+    **{"verify attention": "#D55E00", "verify rest": "#0072B2", "sampling": "#009E73", "communication": "#CC79A7"},
+    "gap": "0.75",
+}
+
+
+def points(found: Breakeven) -> list[tuple[float, float, str]]:
+    """What the pointer can read: context_len (tokens), length (tokens per step) and what to say about it."""
+    read = []
+    for cell in found.cells.to_dict("records"):
+        at = f"at {format_tokens(cell['context_len'])}; speed-up {cell['speedup']:.2f}, {cell['verdict']}"
+        owners = {"relative_step_cost": cell["pairing"], "mean_acceptance_length": cell["workload"] or "typed length"}
+        for name, owner in owners.items():
+            what = "break-even length" if name == "relative_step_cost" else "acceptance length"
+            about_text = (cell["origin"] in ACCEPTANCE_ORIGINS) == (name == "mean_acceptance_length")
+            origin = cell["origin"] if about_text else "measured"
+            interval = f"[{cell[f'{name}_low']:.2f}, {cell[f'{name}_high']:.2f}]"
+            text = f"{owner}: {what} {cell[name]:.2f} {interval}, {origin}, {at}"
+            read.append((float(cell["context_len"]), float(cell[name]), text))
+    return read
+
+
+@styled
+def plot_choice(ax: Axes, found: Breakeven, *, context_len: float, context_range: Sequence[float]) -> None:
+    """Break-even and acceptance length against context, marked at a context and at the ends of a range (tokens)."""
+    cells = found.cells
+    styles = series_styles(cells["pairing"].drop_duplicates())
+    floor = breakeven_floor(cells)
+    plot_breakeven(cells, ax=ax, crossovers=found.crossovers, floor=floor, hue="pairing", styles=styles)
+    guide: dict[str, Any] = {"gid": "guide", "zorder": 1.4, "color": "0.3"}
+    ax.axvline(context_len, linewidth=0.8, linestyle=(0, (1, 1.5)), **guide)
+    for end in context_range:
+        ax.axvline(end, linewidth=0.8, linestyle=(0, (6, 3)), **guide)
+    title = [f"k = {cells['num_speculative_tokens'].iloc[0]}", f"batch {cells['batch_size'].iloc[0]}"]
+    title += [display_name(name, None) for name in cells["workload"].dropna().unique()]
+    ax.set_title(" · ".join(title))
+
+
+@styled
+def plot_parts(ax: Axes, parts: pd.DataFrame, acceptance_length: float) -> None:
+    """Rows of `labkit.decide.cause.waterfall` at one context as stacked bars, in tokens per verify step, per pairing.
+
+    The dashed line is what a step yields (NaN: no line): what stands to its right is not paid for.
+    """
+    names, shown = list(parts["pairing"].drop_duplicates()), list(dict.fromkeys(parts["part"]))
+    for name in shown:
+        rows = parts[parts["part"] == name].set_index("pairing")["tokens"].reindex(names)
+        before = parts[parts["part"].isin(shown[: shown.index(name)])].groupby("pairing")["tokens"].sum()
+        look: dict[str, Any] = {"facecolor": PART_COLORS.get(name, "0.6"), "edgecolor": "white"}
+        if name == "unexplained":
+            look = {"hatch": "//////", "facecolor": "white", "edgecolor": "0.45"}
+        if rows.abs().max() > 0.004:
+            left = before.reindex(names).fillna(0.0)
+            ax.barh(names, rows.fillna(0.0), left=left, height=0.62, linewidth=0.5, label=name, **look)
+    if np.isfinite(acceptance_length):
+        ax.axvline(acceptance_length, color=INK, linewidth=1.0, linestyle=(0, (3, 2)), label="it yields")
+    ax.set(ylim=(len(names) - 0.5, -0.5), xlim=(0, 1.06 * np.nanmax([ax.dataLim.x1, acceptance_length])))
+    ax.grid(visible=False, axis="y")
+    ax.set_xlabel("cost of a step with k drafts (decode steps)")
+    handles: dict[str, Any] = {
+        "loc": "center left",
+        "bbox_to_anchor": (1.0, 0.5),
+        "frameon": False,
+        "fontsize": NOTE_SIZE,
+    }
+    ax.legend(**handles, handlelength=1.0, labelspacing=0.15, borderaxespad=0.4)

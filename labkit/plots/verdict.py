@@ -1,0 +1,307 @@
+"""Figures of the verdict beyond the break-even curve: contours, causes, draft length, concurrency."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.tri import Triangulation
+
+from labkit.breakeven import Breakeven
+from labkit.errors import InputError
+from labkit.plots.canvas import add_header, add_legend, bars, freeze_layout, marks, new_figure
+from labkit.plots.curves import matching_curves
+from labkit.plots.labels import EndLabels
+from labkit.plots.panels import describe
+from labkit.plots.style import (
+    INK,
+    MUTED,
+    NOTE_SIZE,
+    TEXT_WIDTH_IN,
+    SeriesStyle,
+    context_axis,
+    display_name,
+    format_tokens,
+    origin_style,
+    series_styles,
+    styled,
+)
+
+# Of the step: what drafting costs, what verify costs, what is around them. Light to dark inside a kind.
+COLORS: Mapping[str, str] = {
+    "draft": "#56B4E9", "draft attention": "#0072B2", "draft rest": "#56B4E9", "verify": "#E69F00",
+    "verify attention": "#D55E00", "verify rest": "#E69F00", "sampling": "#009E73", "communication": "#CC79A7",
+    "gap": "0.55", "unexplained": "0.85",
+}  # fmt: skip
+FORMULA_STYLES: Mapping[str, tuple[str, Any]] = {
+    "Leviathan et al.": (MUTED, (0, (1.0, 1.4))),
+    "MagicDec": (MUTED, (0, (4.0, 1.8))),
+    "Forced rejection": (MUTED, (0, (5.0, 1.5, 1.0, 1.5))),
+}
+_GUIDE: dict[str, Any] = {"gid": "guide", "zorder": 1.5}
+
+
+@styled
+def figure_contours(
+    result: Breakeven, *, num_speculative_tokens: int | None = None, width_in: float = TEXT_WIDTH_IN
+) -> Figure:
+    """Break-even length over context x batch, one panel per verify backend: lines of equal needed length.
+
+    Dots are the measured cells; filled where speculation pays, hollow where it loses or cannot pay, crosses where it is
+    undecided or no acceptance is known. Nothing is drawn outside the measured cells.
+
+    num_speculative_tokens : k; when None the one that was measured at most contexts and batch sizes, of equals the
+        largest.
+
+    Raises InputError: fewer than two contexts or two batch sizes, at which no contour can be drawn.
+    """
+    cells = result.cells[result.cells["relative_step_cost"].notna()]
+    k = _fullest_k(cells) if num_speculative_tokens is None else num_speculative_tokens
+    cells = cells[cells["num_speculative_tokens"] == k]
+    spans = cells.groupby("verify_backend", sort=False)[["context_len", "batch_size"]].nunique()
+    backends = list(spans.index[(spans > 1).all(axis=1)])[:4]
+    if not backends:
+        found = f"{cells['context_len'].nunique()} context(s) and {cells['batch_size'].nunique()} batch size(s)"
+        raise InputError(f"contours: want two contexts and two batch sizes of a backend at k = {k}; got {found}")
+    figure = new_figure(width_in, 3.1)
+    axes = figure.subplots(1, len(backends), squeeze=False, sharey=True)[0]
+    for ax, backend in zip(axes, backends, strict=True):
+        _contour(ax, cells[cells["verify_backend"] == backend])
+        ax.set_title(backend)
+    axes[0].set_ylabel("batch size (requests)")
+    about = describe(cells, result.baseline) + _imposed(cells)
+    add_header(figure, f"Acceptance length that a step must yield, k = {k}", about)
+    shapes = [("o", INK, "pays"), ("o", "white", "loses or cannot pay"), ("x", INK, "undecided or unknown")]
+    entries: list[Any] = [
+        (Line2D([], [], linestyle="", marker=marker, color=INK, markerfacecolor=face, markersize=4), text)
+        for marker, face, text in shapes
+    ]
+    add_legend(figure, entries)
+    freeze_layout(figure)
+    return figure
+
+
+def _imposed(cells: pd.DataFrame) -> str:
+    """What a subtitle must say of acceptance that was not measured."""
+    lengths = sorted(cells.loc[cells["origin"] == "forced", "mean_acceptance_length"].dropna().unique())
+    return f" · imposed acceptance length {', '.join(f'{value:g}' for value in lengths)}" if lengths else ""
+
+
+def _fullest_k(cells: pd.DataFrame) -> int:
+    """The k with most pairs of context and batch size, the largest of equals."""
+    places = cells.drop_duplicates(["num_speculative_tokens", "context_len", "batch_size"])
+    counts = places.groupby("num_speculative_tokens").agg(
+        batches=("batch_size", "nunique"), places=("batch_size", "size")
+    )
+    return int(str(counts.reset_index().sort_values(["batches", "places", "num_speculative_tokens"]).iloc[-1, 0]))
+
+
+def _contour(ax: Axes, cells: pd.DataFrame) -> None:
+    cells = cells.sort_values(["batch_size", "context_len"])
+    places = cells.drop_duplicates(["batch_size", "context_len"])
+    x, y, cost = (places[name].to_numpy(float) for name in ("context_len", "batch_size", "relative_step_cost"))
+    low, high = cost.min(), cost.max()
+    step = next(size for size in (0.05, 0.1, 0.2, 0.25, 0.5, 1.0, 2.0, 5.0) if (high - low) / size <= 5 or size == 5.0)
+    levels = np.arange(np.floor(low / step) * step, high + step, step)
+    context_axis(ax, x.min(), x.max())
+    # Between neighbouring measured cells only; neighbours are told on the log axes that are drawn.
+    mesh = Triangulation(x, y, Triangulation(np.log2(x), np.log2(y)).triangles)
+    lines = ax.tricontour(mesh, cost, levels=levels, colors=INK, linewidths=0.9)
+    lines.set_in_layout(False)
+    for text in ax.clabel(lines, fmt=lambda value: f"{value:.3g}", fontsize=NOTE_SIZE):
+        text.set_in_layout(False)
+    for kind, rows in cells.groupby("verdict"):
+        known = rows["mean_acceptance_length"].notna() | (rows["verdict"] == "cannot_pay")
+        for part, marker in ((rows[known], "x" if kind == "undecided" else "o"), (rows[~known], "x")):
+            if len(part):  # an empty series has no extent, which upsets the layout
+                look = SeriesStyle("#0072B2", marker)
+                hollow = kind in ("loses", "cannot_pay")
+                marks(ax, part["context_len"], part["batch_size"], look, hollow=hollow, size=3.4)
+    ax.set_yscale("log", base=2)
+    ax.set_ylim(y.min() / 1.25, y.max() * 1.25)
+    ax.yaxis.set_major_locator(FixedLocator(sorted(set(y))))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    ax.yaxis.set_minor_locator(NullLocator())
+
+
+@styled
+def figure_cause(
+    waterfall: pd.DataFrame, result: Breakeven, *, batch_size: int | None = None, width_in: float = TEXT_WIDTH_IN
+) -> Figure:
+    """Where the needed length goes: parts of a step in units of acceptance length, stacked, per backend and context.
+
+    A bar ends at the break-even length. The dotted line is a plain decode step (1), ticks are acceptance lengths
+    measured at that cell: **a tick right of its bar's end pays**.
+
+    waterfall : `labkit.decide.cause.waterfall`; the largest k of one batch size (the smallest when None) is drawn.
+
+    Raises InputError: nothing of that batch size.
+    """
+    batch = waterfall["batch_size"].min() if batch_size is None else batch_size
+    rows = waterfall[(waterfall["batch_size"] == batch)]
+    if rows.empty:
+        raise InputError(f"cause: batch size {batch} was not measured")
+    k = int(rows["num_speculative_tokens"].max())
+    rows = rows[rows["num_speculative_tokens"] == k]
+    places = rows[["verify_backend", "context_len"]].drop_duplicates().sort_values(["verify_backend", "context_len"])
+    figure = new_figure(width_in, 1.2 + 0.24 * len(places))
+    ax = figure.subplots()
+    for index, (backend, context) in enumerate(places.itertuples(index=False)):
+        here = rows[(rows["verify_backend"] == backend) & (rows["context_len"] == context)]
+        left = 0.0
+        for part, tokens in zip(here["part"], here["tokens"], strict=True):
+            if tokens > 0:
+                ax.barh(index, tokens, left=left, height=0.66, color=COLORS[part], linewidth=0)
+                left += tokens
+        ax.text(left + 0.02 * (k + 1), index, f"{here['relative_step_cost'].iloc[0]:.2f}", va="center", size=NOTE_SIZE)
+        lengths = result.cells[
+            (result.cells["verify_backend"] == backend) & (result.cells["context_len"] == context)
+            & (result.cells["num_speculative_tokens"] == k) & (result.cells["batch_size"] == batch)
+        ]["mean_acceptance_length"].dropna()  # fmt: skip
+        ax.plot(lengths, np.full(len(lengths), index), "|", color="0.0", markersize=9, markeredgewidth=1.4)
+    ax.axvline(1.0, color="0.0", linewidth=0.9, linestyle=(0, (1.0, 1.4)), **_GUIDE)
+    ax.set_yticks(range(len(places)), [f"{row[0]}, {format_tokens(row[1])}" for row in places.itertuples(index=False)])
+    longest = max(rows["relative_step_cost"].max(), result.cells["mean_acceptance_length"].max(skipna=True) or 1)
+    ax.set(
+        ylim=(len(places) - 0.4, -0.6),
+        xlim=(0, 1.08 * longest),
+        xlabel="plain decode steps: the length needed with k drafts in every step",
+    )
+    ax.grid(visible=False, axis="y")
+    shown = result.cells[result.cells["num_speculative_tokens"] == k]
+    add_header(figure, "What a step with all k drafts costs", describe(shown, result.baseline))
+    used = [part for part in COLORS if (rows.loc[rows["part"] == part, "tokens"] > 0.005).any()]
+    entries: list[Any] = [(Patch(facecolor=COLORS[part], linewidth=0), part) for part in used]
+    tick: dict[str, Any] = {"linestyle": "", "marker": "|", "color": "0.0", "markersize": 8, "markeredgewidth": 1.4}
+    entries.append(
+        (Line2D([], [], **tick), "acceptance length at that cell, by workload (steps with fewer drafts cost less)")
+    )
+    add_legend(figure, entries)
+    freeze_layout(figure)
+    return figure
+
+
+@styled
+def figure_draft_length(
+    result: Breakeven, formulas: pd.DataFrame | None = None, *, batch_size: int | None = None,
+    labels: Mapping[str, str] | None = None, width_in: float = TEXT_WIDTH_IN,
+) -> Figure:  # fmt: skip
+    """Speed-up against k, 0 included, per verify backend; rows are workloads, columns contexts; formulas in grey.
+
+    formulas : `labkit.decide.formulas.formula_table`; those of the backend with the largest speed-ups are drawn.
+
+    Raises InputError: no cell has a speed-up.
+    """
+    cells = result.cells[result.cells["speedup"].notna()]
+    if cells.empty:
+        raise InputError("draft length: want cells with a speed-up; there are none")
+    batch = cells["batch_size"].min() if batch_size is None else batch_size
+    cells = cells[cells["batch_size"] == batch]
+    texts, contexts = list(dict.fromkeys(cells["workload"])), sorted(cells["context_len"].unique())[:4]
+    styles = series_styles(cells["verify_backend"])
+    fastest = str(cells.groupby("verify_backend")["speedup"].median().idxmax())
+    figure = new_figure(width_in, 1.1 + 1.65 * len(texts))
+    axes = figure.subplots(len(texts), len(contexts), squeeze=False, sharex=True, sharey=True)
+    for (row, column), ax in np.ndenumerate(axes):
+        text = texts[row]
+        here = cells[(cells["context_len"] == contexts[column])]
+        here = here[here["workload"].isna() if pd.isna(text) else here["workload"] == text]
+        ends = EndLabels(ax)
+        for backend, curve in here.groupby("verify_backend", sort=False):
+            # Bars at one k stand beside each other.
+            aside = 0.015 * cells["num_speculative_tokens"].max() * (list(styles).index(str(backend)) - len(styles) / 2)
+            _draft_curve(ax, curve.sort_values("num_speculative_tokens"), styles[str(backend)], aside)
+            last = curve.loc[curve["num_speculative_tokens"].astype(int).idxmax()]
+            if column == len(contexts) - 1:
+                ends.add(
+                    last["num_speculative_tokens"], last["speedup"], str(backend), color=styles[str(backend)].color
+                )
+        if formulas is not None and len(here):
+            _formula_lines(ax, formulas[formulas["verify_backend"] == fastest], here, text)
+        ax.axhline(1.0, color="0.0", linewidth=0.9, linestyle=(0, (1.0, 1.4)), **_GUIDE)
+        ax.set_title(
+            f"{display_name(text, labels) if not pd.isna(text) else 'imposed'}, {format_tokens(contexts[column])}"
+        )
+    for ax in axes[-1]:
+        ax.set_xlabel("k, drafts per step")
+        ax.set_xticks([0, *sorted(cells["num_speculative_tokens"].unique())])
+    figure.supylabel("speed-up over plain decode", size=8)
+    add_header(figure, "How many tokens to draft", describe(cells, result.baseline, without=["num_speculative_tokens"]))
+    if formulas is not None:
+        looks = FORMULA_STYLES.items()
+        add_legend(
+            figure,
+            [(Line2D([], [], color=color, linestyle=line), f"{name} ({fastest})") for name, (color, line) in looks],
+        )
+    freeze_layout(figure)
+    return figure
+
+
+def _draft_curve(ax: Axes, curve: pd.DataFrame, style: SeriesStyle, aside: float) -> None:
+    x = np.append(0.0, curve["num_speculative_tokens"].to_numpy(float))
+    y, low, high = (np.append(1.0, curve[name].to_numpy(float)) for name in ("speedup", "speedup_low", "speedup_high"))
+    ax.plot(x, y, color=style.color, linewidth=1.1)
+    marks(ax, x[1:] + aside, y[1:], style, yerr=bars(y, low, high)[:, 1:])
+
+
+def _formula_lines(ax: Axes, formulas: pd.DataFrame, here: pd.DataFrame, text: Any) -> None:
+    own = formulas[formulas["context_len"] == here["context_len"].iloc[0]]
+    own = own[(own["batch_size"] == here["batch_size"].iloc[0])]
+    own = own[own["workload"].isna() if pd.isna(text) else own["workload"] == text]
+    for name, (color, line) in FORMULA_STYLES.items():
+        curve = own[own["formula"] == name].sort_values("k")
+        x, y = np.append(0.0, curve["k"]), np.append(1.0, curve["predicted"])
+        ax.plot(x, y, color=color, linestyle=line, linewidth=1.0, zorder=1.6)
+
+
+@styled
+def figure_concurrency(result: Breakeven, *, width_in: float = TEXT_WIDTH_IN) -> Figure:
+    """Speed-up against batch size per verify backend, one panel per context (at most four), at the k with most cells.
+
+    Crossings of 1 carry the batch from which speculation no longer pays, with its interval.
+
+    Raises InputError: fewer than two batch sizes with a speed-up.
+    """
+    cells = result.cells[result.cells["speedup"].notna()]
+    if cells["batch_size"].nunique() < 2:
+        raise InputError(f"concurrency: want two batch sizes with a speed-up; got {cells['batch_size'].nunique()}")
+    cells = cells[cells["num_speculative_tokens"] == _fullest_k(cells)]
+    several = cells.groupby("context_len")["batch_size"].nunique()
+    contexts = sorted(several.index[several > 1])[:4]
+    styles = series_styles(cells["verify_backend"])
+    figure = new_figure(width_in, 2.6)
+    axes = figure.subplots(1, len(contexts), squeeze=False, sharey=True)[0]
+    for ax, context in zip(axes, contexts, strict=True):
+        ends = EndLabels(ax)
+        batches = sorted(cells["batch_size"].unique())
+        for (backend, _), curve in cells[cells["context_len"] == context].groupby(
+            ["verify_backend", "workload"], dropna=False
+        ):
+            curve, style = curve.sort_values("batch_size"), styles[str(backend)]
+            x, y = curve["batch_size"].to_numpy(float), curve["speedup"].to_numpy(float)
+            ax.fill_between(x, curve["speedup_low"], curve["speedup_high"], color=style.color, alpha=0.17, linewidth=0)
+            ax.plot(x, y, color=style.color)
+            marks(ax, x, y, style, hollow=not origin_style(str(curve["origin"].iloc[0])).filled)
+            ends.add(x[-1], y[-1], str(backend), color=style.color)
+        for turning, _ in matching_curves(result.turning_points, cells[cells["context_len"] == context]):
+            for crossing in turning["crossovers"]:
+                color = styles[turning["verify_backend"]].color
+                ax.axvline(crossing["batch_size"], color=color, linewidth=0.7, **_GUIDE)
+        ax.axhline(1.0, color="0.0", linewidth=0.9, linestyle=(0, (1.0, 1.4)), **_GUIDE)
+        ax.set_xscale("log", base=2)
+        ax.xaxis.set_major_locator(FixedLocator(batches))
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        ax.xaxis.set_minor_locator(NullLocator())
+        ax.set_xlabel("batch size (requests)")
+        ax.set_title(f"context {format_tokens(context)}")
+    axes[0].set_ylabel("speed-up over plain decode")
+    without = ["batch_size"]
+    about = describe(cells, result.baseline, without=without) + _imposed(cells)
+    add_header(figure, "Speed-up under concurrency", about)
+    freeze_layout(figure)
+    return figure

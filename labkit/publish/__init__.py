@@ -1,0 +1,1 @@
+"""What leaves the workbench: notebooks in batch, reports, pages, tables, bundles with their claims."""

@@ -1,0 +1,147 @@
+"""What stored runs claim in numbers, each with its interval and conditions; and whether two sets of rows agree.
+
+replay: decode rate of one endpoint over another, per scene and load. loop with acceptance: speed-up per cell. loop
+alone: relative step cost per cell. Other experiments have rows and no claim.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from labkit.breakeven import CELL_COLUMNS, breakeven
+from labkit.decide.verdict import fixed_context, verdict_from_files
+from labkit.errors import InputError
+from labkit.replay.report import comparisons
+from labkit.results import load_runs, read_sidecar, run_files
+from labkit.rows import is_missing
+
+ESTIMATORS = {
+    "decode_rate_ratio": (
+        "ratio of decode rates, the first token's time left out; median over repeats of interleaved pairs, mean of its "
+        "log over prompts and launches; prompts and launches are resampled"
+    ),
+    "speedup": (
+        "mean acceptance length (pooled, bonus counted) over relative step cost (median of paired rounds); rounds and "
+        "prompts are resampled"
+    ),
+    "relative_step_cost": "median over rounds of the paired ratio of a speculative and a plain step; rounds resampled",
+}
+UNITS = {"decode_rate_ratio": "prompt x launch", "speedup": "round, prompt", "relative_step_cost": "round"}
+EXCLUDED = {
+    "decode_rate_ratio": "warm-up, the first request of a scene, failed requests, prefill",
+    "speedup": "prefill, the drafter's prefill, steps cut by a stop or the length limit",
+    "relative_step_cost": "prefill, the drafter's prefill",
+}
+_CONDITIONS = CELL_COLUMNS[:13]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One number. ``n``: units behind it; low and high are None where there is no interval."""
+
+    metric: str
+    conditions: Mapping[str, Any]
+    value: float
+    low: float | None
+    high: float | None
+    n: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+    def text(self) -> str:
+        """``1.84x [1.77, 1.91]``."""
+        bounds = " (no interval)" if self.low is None else f" [{self.low:.3g}, {self.high:.3g}]"
+        return f"{self.value:.3g}x{bounds}"
+
+
+def claims_of(paths: Sequence[Path]) -> list[Claim]:
+    """The claims of runs. InputError: a run that cannot be read."""
+    files = [file for path in paths for file in run_files(Path(path))]
+    by_experiment: dict[str, list[Path]] = {}
+    for file in files:
+        by_experiment.setdefault(read_sidecar(file)["experiment"], []).append(file)
+    found = list(_of_replay(by_experiment["replay"])) if "replay" in by_experiment else []
+    if "loop" in by_experiment:
+        found += _of_loop(by_experiment["loop"], by_experiment.get("acceptance", []))
+    return found
+
+
+def _of_replay(files: Sequence[Path]) -> Iterable[Claim]:
+    rows = load_runs("replay", *files)
+    for item in comparisons(rows[rows["record"] == "request"]):
+        found = item["decode_tokens_per_s"]
+        if not is_missing(found["value"]):
+            conditions = {name: item[name] for name in ("scene", "concurrency", "a", "b")}
+            gpu = {"gpu": ", ".join(sorted(rows["gpu"].unique()))}
+            yield _claim("decode_rate_ratio", {**conditions, **gpu}, found, found["num_pairs"])
+
+
+def _of_loop(files: Sequence[Path], acceptance: Sequence[Path]) -> Iterable[Claim]:
+    costs = fixed_context(load_runs("loop", *files))
+    if costs.empty:
+        return
+    metric = "speedup" if acceptance else "relative_step_cost"
+    joined = verdict_from_files(files, acceptance_paths=acceptance) if acceptance else breakeven(costs, 1.0)
+    for cell in joined.cells.to_dict("records"):
+        if not is_missing(cell[metric]):
+            values = {"value": cell[metric], "low": cell[f"{metric}_low"], "high": cell[f"{metric}_high"]}
+            conditions = {str(name): None if is_missing(cell[name]) else cell[name] for name in _CONDITIONS}
+            yield _claim(metric, conditions, values, int(cell["num_rounds"]))
+
+
+def _claim(metric: str, conditions: Mapping[str, Any], values: Mapping[str, float], n: int) -> Claim:
+    low, high = (None if is_missing(values[name]) else float(values[name]) for name in ("low", "high"))
+    return Claim(metric, conditions, float(values["value"]), low, high, n)
+
+
+def consistent(claim: Claim, yours: Claim) -> bool | None:
+    """Whether two numbers agree within both intervals; None without intervals.
+
+    The logs may differ by the root of the squared half widths: at 95% each, 5% of equal truths would not pass.
+    """
+    if claim.low is None or claim.high is None or yours.low is None or yours.high is None:
+        return None
+    widths = [math.log(side.high / side.low) / 2 for side in (claim, yours) if side.low and side.high]
+    return abs(math.log(yours.value / claim.value)) <= math.hypot(*widths)
+
+
+def compare_claims(claims: Sequence[Claim], yours: Sequence[Claim]) -> list[dict[str, Any]]:
+    """For each claim the number of the same conditions, or the closest one and the fields in which it differs.
+
+    The GPU is named where it differs and does not keep two numbers from being compared: that is what one wants to know.
+    """
+    found = []
+    for claim in claims:
+        same = [other for other in yours if other.metric == claim.metric]
+        best = min(same, key=lambda other: len(_differing(claim, other)), default=None)
+        differing = _differing(claim, best) if best else {}
+        verdict = "not measured" if best is None else "differs in " + ", ".join(differing) if differing else ""
+        if best and not differing:
+            verdict = {True: "consistent", False: "not consistent", None: "no interval to judge by"}[
+                consistent(claim, best)
+            ]
+        found.append({"claim": claim, "yours": best, "verdict": verdict, "differing": differing})
+    return found
+
+
+def _differing(claim: Claim, other: Claim) -> dict[str, tuple[Any, Any]]:
+    names = [name for name in claim.conditions if name != "gpu"]
+    pairs = {name: (claim.conditions[name], other.conditions.get(name)) for name in names}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def from_dicts(items: Iterable[Mapping[str, Any]]) -> list[Claim]:
+    """Claims from JSON. InputError: not what `Claim.to_dict` writes."""
+    try:
+        return [
+            Claim(str(i["metric"]), dict(i["conditions"]), float(i["value"]), i["low"], i["high"], int(i["n"]))
+            for i in items
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(
+            f"claim.json: wanted claims with metric, conditions, value, low, high and n: {error}"
+        ) from error

@@ -1,0 +1,199 @@
+"""The figures of this project by name, from any stored runs: what `labkit figure` draws."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from labkit.axes import ALIASES
+from labkit.breakeven import breakeven
+from labkit.decide.composed import cost_rows
+from labkit.decide.verdict import parse_length
+from labkit.errors import InputError
+from labkit.plots.acceptance import figure_acceptance
+from labkit.plots.attention import figure_attention
+from labkit.plots.attention_table import one_setting
+from labkit.plots.floor import figure_ladder, figure_over_floor
+from labkit.plots.panels import figure_breakeven, figure_speedup
+from labkit.plots.step import figure_step_parts
+from labkit.plots.style import COLUMN_WIDTH_IN, TEXT_WIDTH_IN
+from labkit.publish.figures import FORMATS, SavedFigure, save_figure
+from labkit.publish.notebook import one_device
+from labkit.results import experiments_in, find_runs, load_runs, load_sidecars
+
+WIDTHS = {"column": COLUMN_WIDTH_IN, "text": TEXT_WIDTH_IN}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a figure is drawn from and how.
+
+    paths : run files or folders; none: LABKIT_DATA or ``data/runs``.
+    where : column -> the values to keep, as text.
+    acceptance_length : imposed ``X`` or ``X,low,high`` instead of stored acceptance.
+    """
+
+    paths: Sequence[Path | str] = ()
+    where: Mapping[str, Sequence[str]] | None = None
+    labels: Mapping[str, str] | None = None
+    width_in: float = TEXT_WIDTH_IN
+    acceptance_length: str | None = None
+
+
+class _Data:
+    """Rows of a request; remembers the files they came from."""
+
+    def __init__(self, request: Request):
+        self.request, self.used = request, list[Path]()
+
+    def rows(self, experiment: str, gpus: Sequence[str] = ()) -> pd.DataFrame:
+        """Rows of the devices asked for, else of one of ``gpus``, else of the device of the newest run."""
+        runs = find_runs(experiment, *self.request.paths)
+        wanted = (self.request.where or {}).get("gpu") or gpus
+        runs = [run for run in runs if run.sidecar["gpu"] in wanted] if wanted else one_device(runs)
+        if not runs:
+            raise InputError(f"gpu: no runs of {experiment} on {', '.join(wanted or ())}")
+        # The text of a cost run is what its drafter reads: costs of any text join acceptance on any.
+        without = () if experiment == "acceptance" else ("workload",)
+        where = {name: values for name, values in (self.request.where or {}).items() if name not in without}
+        frame = _where(load_runs(experiment, *(run.path for run in runs)), where)
+        self.used += [run.path for run in runs if run.path.stem in set(frame["run_id"])]
+        return frame
+
+    def verdicts(self) -> Any:
+        there, length = experiments_in(*self.request.paths), self.request.acceptance_length
+        experiment = "step" if "step" in there and "loop" not in there else "loop"
+        if length is not None:
+            return breakeven(cost_rows(self.rows(experiment)), parse_length(length))
+        both = self._gpus("acceptance") & self._gpus(experiment)
+        newest = [run for run in find_runs("acceptance", *self.request.paths) if run.sidecar["gpu"] in both]
+        gpus = [one_device(newest)[0].sidecar["gpu"]] if newest else []
+        return breakeven(cost_rows(self.rows(experiment, gpus)), self.rows("acceptance", gpus))
+
+    def _gpus(self, experiment: str) -> set[str]:
+        return {run.sidecar["gpu"] for run in find_runs(experiment, *self.request.paths)}
+
+    def attention(self) -> tuple[pd.DataFrame, dict[str, Any]]:
+        rows = self.rows("attention")
+        return one_setting(rows, batch_size=1), load_sidecars("attention", *self.used)
+
+
+def _where(frame: pd.DataFrame, where: Mapping[str, Sequence[str]]) -> pd.DataFrame:
+    """Rows whose columns hold one of the values; rows without a value (the plain arm has no k) stay."""
+    for name, values in where.items():
+        if name not in frame:
+            continue
+        texts = frame[name].map(lambda value: f"{value:g}" if isinstance(value, float) else str(value))
+        kept = frame[texts.isin([*values]) | frame[name].isna()]
+        if not kept[name].notna().any():
+            raise InputError(f"--where {name}: wanted one of {', '.join(sorted(set(texts)))}, got {', '.join(values)}")
+        frame = kept
+    return frame
+
+
+def _breakeven(data: _Data, **style: Any) -> Figure:
+    return figure_breakeven(data.verdicts(), **style)
+
+
+def _speedup(data: _Data, **style: Any) -> Figure:
+    return figure_speedup(data.verdicts(), **style)
+
+
+def _attention(data: _Data, **style: Any) -> Figure:
+    rows, sidecars = data.attention()
+    return figure_attention(rows, sidecars=sidecars, **style)
+
+
+def _over_floor(data: _Data, **style: Any) -> Figure:
+    rows, sidecars = data.attention()
+    return figure_over_floor(rows, sidecars=sidecars, **style)
+
+
+def _ladder(data: _Data, **style: Any) -> Figure:
+    rows, sidecars = data.attention()
+    return figure_ladder(rows, sidecars=sidecars, **style)
+
+
+def _acceptance(data: _Data, **style: Any) -> Figure:
+    return figure_acceptance(data.rows("acceptance"), **style)
+
+
+def _step(data: _Data, *, labels: Mapping[str, str] | None, width_in: float) -> Figure:
+    length = data.request.acceptance_length
+    if length is None or labels:
+        raise InputError("figure step: wanted --acceptance-length X for its line, and no --label (it names roles)")
+    value = parse_length(length)
+    rows = data.rows("step")
+    options: dict[str, Any] = {"sidecars": load_sidecars("step", *data.used), "width_in": width_in}
+    return figure_step_parts(rows, acceptance_length=value[0] if isinstance(value, tuple) else value, **options)
+
+
+FIGURES: Mapping[str, Callable[..., Figure]] = {
+    "breakeven": _breakeven,
+    "speedup": _speedup,
+    "attention": _attention,
+    "over_floor": _over_floor,
+    "ladder": _ladder,
+    "acceptance": _acceptance,
+    "step": _step,
+}
+
+
+def write_figure(name: str, out: Path, request: Request) -> SavedFigure:
+    """Draw figure ``name`` and save it as ``out`` (.svg, .pdf, .png; .html for the page of "breakeven") with a sidecar.
+
+    Raises InputError: an unknown figure or format, or rows that cannot be drawn.
+    """
+    if name not in FIGURES:
+        raise InputError(f"figure: want one of {', '.join(FIGURES)}; got {name!r}")
+    suffix, data = out.suffix.lstrip("."), _Data(request)
+    if suffix == "html" and name == "breakeven":
+        from labkit.publish.page import write_page
+
+        result = data.verdicts()
+        return SavedFigure(out.stem, (write_page(result, out, runs=tuple(path.stem for path in data.used)),), out)
+    if suffix not in FORMATS:
+        raise InputError(f"--out {out}: want a file ending in .{', .'.join(FORMATS)}, or .html for breakeven")
+    figure = FIGURES[name](data, labels=request.labels, width_in=request.width_in)
+    return save_figure(figure, out.stem, data.used, formats=[suffix], out_dir=out.parent)
+
+
+def run_from_arguments(arguments: argparse.Namespace) -> None:
+    """`labkit figure`."""
+    request = Request(
+        paths=arguments.runs,
+        where=_where_option(arguments.where),
+        labels=dict(_pair("--label", text) for text in arguments.label),
+        width_in=_width(arguments.width),
+        acceptance_length=arguments.acceptance_length,
+    )
+    saved = write_figure(arguments.figure, arguments.out, request)
+    print(*dict.fromkeys([*saved, saved.sidecar]), sep="\n")
+
+
+def _where_option(texts: Sequence[str]) -> dict[str, list[str]]:
+    pairs = [_pair("--where", text) for text in texts]
+    return {ALIASES.get(name, name): values.split(",") for name, values in pairs}
+
+
+def _pair(option: str, text: str) -> tuple[str, str]:
+    name, separator, value = text.partition("=")
+    if not name or not separator or not value:
+        raise InputError(f"{option} {text!r}: wanted name=value")
+    return name, value
+
+
+def _width(text: str) -> float:
+    try:
+        width_in = WIDTHS.get(text) or float(text)
+    except ValueError:
+        width_in = 0.0
+    if not 2.5 <= width_in <= 20:
+        raise InputError(f"--width: wanted column, text or inches from 2.5 to 20, got {text!r}")
+    return width_in

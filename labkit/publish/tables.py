@@ -1,0 +1,84 @@
+"""Verdict tables for write-ups: HTML and booktabs LaTeX with intervals, CSV and Parquet of the cells themselves."""
+
+import html
+import re
+from pathlib import Path
+
+import pandas as pd
+
+from labkit import paths
+from labkit.breakeven import Breakeven, verdict_table
+from labkit.errors import InputError
+
+FORMATS = ("tex", "html", "csv", "parquet")
+_LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+_LATEX |= {character: f"\\{character}" for character in "&%$#_{}"}
+_STYLE = "border-collapse: collapse; font: 13px sans-serif"
+
+
+def write_table(result: Breakeven, path: Path) -> Path:
+    """Write the verdicts as ``path``: .tex or .html to read, .csv or .parquet for programs (every column of the cells).
+
+    Raises InputError: another ending, or a folder that is not there.
+    """
+    suffix = path.suffix.lstrip(".")
+    if suffix not in FORMATS:
+        raise InputError(f"--out {path}: want a file ending in .{', .'.join(FORMATS)}")
+    if not path.parent.is_dir():
+        raise InputError(f"--out {path}: no such folder {path.parent}")
+    if suffix == "parquet":
+        # Snappy: pages of `labkit.publish.page` read it in a browser.
+        content = result.cells.to_parquet(compression="snappy", index=False)
+    elif suffix == "csv":
+        content = result.cells.to_csv(index=False).encode()
+    else:
+        about = f"baseline: {result.baseline}; {result.confidence:.0%} intervals in brackets"
+        make = latex_table if suffix == "tex" else html_table
+        content = make(verdict_table(result.cells), about).encode()
+    return paths.write_whole(path, content)
+
+
+def latex_table(table: pd.DataFrame, caption: str = "") -> str:
+    """A booktabs table (``\\usepackage{booktabs}``); texts flush left, numbers and intervals flush right."""
+    table = _without_empty(table)
+    sides = "".join("r" if _is_number(column) else "l" for _, column in table.items())
+    lines = [" & ".join(_tex(str(cell)) for cell in row) + r" \\" for row in table.itertuples(index=False)]
+    head = " & ".join(_tex(str(name)) for name in table) + r" \\"
+    body = [rf"\begin{{tabular}}{{{sides}}}", r"\toprule", head, r"\midrule", *lines, r"\bottomrule", r"\end{tabular}"]
+    return "\n".join([*([f"% {caption}"] if caption else []), *body]) + "\n"
+
+
+def html_table(table: pd.DataFrame, caption: str = "") -> str:
+    """A table element that stands on its own, numbers and intervals flush right."""
+    table = _without_empty(table)
+    right = [_is_number(column) for _, column in table.items()]
+
+    def row(cells: list[str], tag: str) -> str:
+        sides = ["right" if side else "left" for side in right]
+        look = "padding: 2px 10px; border-bottom: 1px solid #ddd; white-space: nowrap"
+        return (
+            "<tr>"
+            + "".join(
+                f'<{tag} style="text-align: {side}; {look}">{html.escape(cell)}</{tag}>'
+                for cell, side in zip(cells, sides, strict=True)
+            )
+            + "</tr>"
+        )
+
+    lines = [row([str(name) for name in table], "th")]
+    lines += [row([str(cell) for cell in cells], "td") for cells in table.itertuples(index=False)]
+    about = f"<caption>{html.escape(caption)}</caption>" if caption else ""
+    return f'<table style="{_STYLE}">{about}\n' + "\n".join(lines) + "\n</table>\n"
+
+
+def _without_empty(table: pd.DataFrame) -> pd.DataFrame:
+    return table[[name for name in table if (table[name].astype(str) != "").any()]]
+
+
+def _is_number(column: pd.Series) -> bool:
+    return bool(column.astype(str).str.match(r"^[-\d.<>]+( \[.*\])?$|^-$").all())
+
+
+def _tex(text: str) -> str:
+    escaped = re.sub(r"[\\~^&%$#_{}]", lambda match: _LATEX[match[0]], text)
+    return re.sub(r" \[", r"~[", escaped)

@@ -1,0 +1,1 @@
+"""Forwards of real model shapes summarised and modelled: terms, fit, held-out check, tables, answers."""
