@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from math import log2
 from pathlib import Path
 from typing import Any
 
@@ -253,8 +254,8 @@ class Explorer:
     def at_context(self, choice: Choice) -> pd.DataFrame:
         """Cells at the chosen context, or at the measured one nearest to it in log2."""
         cells = self.curve(choice).cells
-        distance = (cells["context_len"].astype(float) / choice.context_len).map(lambda ratio: max(ratio, 1 / ratio))
-        return cells[distance == distance.min()]
+        nearest = min(self.contexts(choice), key=lambda tokens: abs(log2(tokens / choice.context_len)))
+        return cells[cells["context_len"] == nearest]
 
     def parts(self, choice: Choice) -> pd.DataFrame:
         """`labkit.decide.cause.waterfall` at the context of the read-outs: the cost by part, in tokens per step."""
