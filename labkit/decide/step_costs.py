@@ -4,6 +4,7 @@ A ratio is only ever taken inside one (run_id, group, round), where both sides w
 """
 
 from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,30 +65,35 @@ def step_costs(cost_rows: pd.DataFrame) -> list[StepCosts]:
     mixes contexts, dtypes, linear backends, launch modes or origins.
     """
     rows = ok_rows(loop_rows(cost_rows) if "forward_ms" in cost_rows else cost_rows, "cost", NEEDED)
-    rows = rows.assign(**{name: None for name in CELL_KEY if name not in rows})
+    rows = rows.reset_index(drop=True).assign(**{name: None for name in CELL_KEY if name not in rows})
     _check(rows)
     plain = rows[rows["arm"] == "plain"]
     speculative = rows[rows["arm"] == "speculative"].astype({"num_speculative_tokens": int})
     decode_ms = plain.groupby([*PAIR, "decode_backend"])["step_ms"].median().unstack("decode_backend")
-    cells = speculative.groupby(list(CELL_KEY), dropna=False, sort=True)
-    cell_ids = cells.ngroup()
-    by_length = [cell_ids.rename("cell"), *(speculative[name] for name in (*PAIR, "num_drafted_tokens"))]
+    cell_ids = speculative.groupby(list(CELL_KEY), dropna=False, sort=True).ngroup().rename("cell")
+    by_length = [cell_ids, *(speculative[name] for name in (*PAIR, "num_drafted_tokens"))]
     step_ms = speculative["step_ms"].groupby(by_length).median().unstack("num_drafted_tokens")
-    doubted = _doubtful(rows).any() or any(len(set(rows.get(name, pd.Series(dtype=object)))) > 1 for name in MIXED)
     parts = [name for name in PARTS if name in rows]
     full = speculative["num_drafted_tokens"] == speculative["num_speculative_tokens"]
-    by_cell = [by_length[0][full], *(speculative.loc[full, name] for name in PAIR)]
+    by_cell = [cell_ids[full], *(speculative.loc[full, name] for name in PAIR)]
     at_rounds = speculative.loc[full, parts].astype(float).groupby(by_cell).median().reindex(step_ms.index)
+    # One pass over arrays in the order of the cells: a selection by pandas for each would take most of the time.
+    of_cell = step_ms.index.get_level_values("cell").to_numpy()
+    lengths = range(int(speculative["num_speculative_tokens"].max()) + 1)
+    steps = step_ms.reindex(columns=list(lengths)).to_numpy(float)
+    decode = decode_ms.reindex(step_ms.index.droplevel("cell")).to_numpy(float)
+    part_ms = at_rounds.to_numpy(float)
+    keys = speculative[list(CELL_KEY)].assign(cell=cell_ids).drop_duplicates("cell").sort_values("cell")
+    origins, notes = _origins(speculative, cell_ids), _notes(rows, speculative, cell_ids)
     costs = []
-    for cell_id, (values, group) in enumerate(cells):
+    for cell, *values in keys[["cell", *CELL_KEY]].itertuples(index=False, name=None):
         key = {name: _key_value(value) for name, value in zip(CELL_KEY, values, strict=True)}
-        steps = step_ms.loc[[cell_id]].droplevel("cell").reindex(columns=list(range(key["num_speculative_tokens"] + 1)))
-        decode = decode_ms.reindex(steps.index).dropna(axis="columns", how="all")
-        by_backend = {str(name): decode[name].to_numpy(float) for name in decode}
-        notes = _notes(group, plain, key) if doubted else ()
-        columns = dict(zip(parts, at_rounds.loc[[cell_id]].to_numpy(float).T, strict=True))
-        of_parts = {name: values for name, values in columns.items() if np.isfinite(values).any()}
-        costs.append(StepCosts(key, steps.to_numpy(float), by_backend, of_parts, _origin(group, key), notes))
+        own = slice(*np.searchsorted(of_cell, [cell, cell + 1]))
+        by_backend = {str(name): ms for name, ms in zip(decode_ms, decode[own].T, strict=True) if np.isfinite(ms).any()}
+        of_parts = {name: ms for name, ms in zip(parts, part_ms[own].T, strict=True) if np.isfinite(ms).any()}
+        own_steps = steps[own, : key["num_speculative_tokens"] + 1]
+        origin = _origin(origins.get(cell, []), key)
+        costs.append(StepCosts(key, own_steps, by_backend, of_parts, origin, notes(cell, key)))
     return costs
 
 
@@ -119,27 +125,45 @@ def _check(rows: pd.DataFrame) -> None:
                 single_value(mixed, name, f"cost rows of run {run_id}, group {group},")
 
 
-def _origin(group: pd.DataFrame, key: dict[str, Any]) -> str:
-    if "origin" not in group:
-        return "measured"
-    origins = {"measured" if origin in FORCED_ORIGINS else str(origin) for origin in group["origin"].unique()}
+def _origins(speculative: pd.DataFrame, cell_ids: pd.Series) -> dict[Any, Any]:
+    return speculative.groupby(cell_ids)["origin"].unique().to_dict() if "origin" in speculative else {}
+
+
+def _origin(found: Iterable[Any], key: dict[str, Any]) -> str:
+    origins = {"measured" if origin in FORCED_ORIGINS else str(origin) for origin in found} or {"measured"}
     if len(origins) > 1:
         raise InputError(f"cost rows of {_name(key)} mix origin {', '.join(sorted(origins))}; keep one of them")
     return origins.pop()
 
 
-def _notes(speculative: pd.DataFrame, plain: pd.DataFrame, key: dict[str, Any]) -> tuple[str, ...]:
-    where = f"cost rows of {_name(key)}"
-    groups = pd.MultiIndex.from_frame(speculative[PAIR[:2]])
-    plain = plain[pd.MultiIndex.from_frame(plain[PAIR[:2]]).isin(groups)]
-    both = pd.concat([speculative, plain])
-    single_value(both, "linear_backend", where)
-    modes = [single_value(arm, "launch_mode", where) for arm in (speculative, plain) if len(arm)]
-    notes = [f"launch_mode: speculative {modes[0]}, plain {modes[1]}"] if len(set(modes)) > 1 else []
-    doubtful = both[_doubtful(both)].get("quality", pd.Series(dtype=object))
-    counts = Counter(kind for quality in doubtful for kind in kinds(quality))
-    notes += [f"{count} of {len(both)} samples with quality {name!r}" for name, count in counts.items()]
-    return tuple(notes)
+def _notes(
+    rows: pd.DataFrame, speculative: pd.DataFrame, cell_ids: pd.Series
+) -> Callable[[int, dict[str, Any]], tuple[str, ...]]:
+    """What else to know about a cell, as a function of its number and key."""
+    doubtful, names = _doubtful(rows), [name for name in MIXED if name in rows]
+    if not doubtful.any() and not any(len(set(rows[name])) > 1 for name in names):
+        return lambda cell, key: ()
+    slim = rows[["arm", *names, *(["quality"] if "quality" in rows else [])]].assign(doubtful=doubtful)
+    groups = pd.Series(rows.groupby(PAIR[:2]).ngroup().to_numpy(), rows.index)
+    plain = (rows["arm"] == "plain").to_numpy()
+    cell_of = cell_ids.reindex(rows.index).to_numpy()
+
+    def of_cell(cell: int, key: dict[str, Any]) -> tuple[str, ...]:
+        own = cell_of == cell
+        both = slim[own | (plain & np.isin(groups, np.unique(groups[own])))]
+        where = f"cost rows of {_name(key)}"
+        single_value(both, "linear_backend", where)
+        arms = {arm: both[both["arm"] == arm] for arm in ("speculative", "plain")}
+        modes = {arm: single_value(part, "launch_mode", where) for arm, part in arms.items() if len(part)}
+        found = []
+        if len(set(modes.values())) > 1:
+            found.append(f"launch_mode: {', '.join(f'{arm} {mode}' for arm, mode in modes.items())}")
+        qualities = both.loc[both["doubtful"], "quality"] if both["doubtful"].any() else []
+        counts = Counter(kind for quality in qualities for kind in kinds(quality))
+        found += [f"{count} of {len(both)} samples with quality {name!r}" for name, count in counts.items()]
+        return tuple(found)
+
+    return of_cell
 
 
 def _doubtful(rows: pd.DataFrame) -> pd.Series:

@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 
 from labkit.plots.style import format_tokens_range
+from labkit.rows import is_missing
 
 
 def by_name(frame: pd.DataFrame, column: str) -> Iterator[tuple[str, pd.DataFrame]]:
@@ -55,15 +56,17 @@ def matching_curves(
     crossovers: Sequence[Mapping[str, Any]], cells: pd.DataFrame
 ) -> list[tuple[Mapping[str, Any], pd.DataFrame]]:
     """Curves of `Breakeven.crossovers` that have cells here, each with its cells in order of context."""
-    found = []
+    records, found = cells.to_dict("records"), []
     for curve in crossovers:
-        rows = pd.Series(True, index=cells.index)
-        for name, value in curve.items():
-            if name in cells:
-                rows &= cells[name].isna() if value is None else cells[name] == value
-        if rows.any():
-            found.append((curve, cells[rows].sort_values("context_len")))
+        names = [name for name in curve if name in cells]
+        own = [all(_same(row[name], curve[name]) for name in names) for row in records]
+        if any(own):
+            found.append((curve, cells[own].sort_values("context_len")))
     return found
+
+
+def _same(value: Any, wanted: Any) -> bool:
+    return is_missing(value) if wanted is None else bool(value == wanted)
 
 
 def crossing_text(crossing: Mapping[str, Any], limits: tuple[float, float]) -> str:

@@ -10,13 +10,15 @@ from matplotlib.axes import Axes
 from labkit.breakeven import Breakeven
 from labkit.decide.cause import breakeven_floor
 from labkit.plots.breakeven import ACCEPTANCE_ORIGINS, plot_breakeven
-from labkit.plots.style import INK, NOTE_SIZE, display_name, format_tokens, series_styles, styled
+from labkit.plots.style import INK, NOTE_SIZE, display_name, format_tokens, series_styles
 
 PART_COLORS = {
     **{"draft": "#E69F00", "draft attention": "#E69F00", "draft rest": "#F0E442", "verify": "#0072B2"},
     **{"verify attention": "#D55E00", "verify rest": "#0072B2", "sampling": "#009E73", "communication": "#CC79A7"},
     "gap": "0.75",
 }
+_GUIDE: dict[str, Any] = {"gid": "guide", "zorder": 1.4, "color": "0.3"}
+_MARK = "_context"
 
 
 def points(found: Breakeven) -> list[tuple[float, float, str]]:
@@ -35,47 +37,52 @@ def points(found: Breakeven) -> list[tuple[float, float, str]]:
     return read
 
 
-@styled
-def plot_choice(ax: Axes, found: Breakeven, *, context_len: float, context_range: Sequence[float]) -> None:
-    """Break-even and acceptance length against context, marked at a context and at the ends of a range (tokens)."""
+def plot_choice(ax: Axes, found: Breakeven, *, context_range: Sequence[float]) -> None:
+    """Break-even and acceptance length against context, marked at the ends of a range (tokens)."""
     cells = found.cells
     styles = series_styles(cells["pairing"].drop_duplicates())
     floor = breakeven_floor(cells)
     plot_breakeven(cells, ax=ax, crossovers=found.crossovers, floor=floor, hue="pairing", styles=styles)
-    guide: dict[str, Any] = {"gid": "guide", "zorder": 1.4, "color": "0.3"}
-    ax.axvline(context_len, linewidth=0.8, linestyle=(0, (1, 1.5)), **guide)
     for end in context_range:
-        ax.axvline(end, linewidth=0.8, linestyle=(0, (6, 3)), **guide)
+        ax.axvline(end, linewidth=0.8, linestyle=(0, (6, 3)), **_GUIDE)
     title = [f"k = {cells['num_speculative_tokens'].iloc[0]}", f"batch {cells['batch_size'].iloc[0]}"]
     title += [display_name(name, None) for name in cells["workload"].dropna().unique()]
     ax.set_title(" · ".join(title))
 
 
-@styled
+def mark_context(ax: Axes, context_len: float) -> None:
+    """A dotted line at a context (tokens), in place of the one that was there."""
+    for line in [line for line in ax.lines if line.get_label() == _MARK]:
+        line.remove()
+    ax.axvline(context_len, linewidth=0.8, linestyle=(0, (1, 1.5)), label=_MARK, **_GUIDE)
+
+
 def plot_parts(ax: Axes, parts: pd.DataFrame, acceptance_length: float) -> None:
-    """Rows of `labkit.decide.cause.waterfall` at one context as stacked bars, in tokens per verify step, per pairing.
+    """Rows of `labkit.decide.cause.waterfall` at one context as stacked bars, in tokens per verify step, one a pairing.
 
     The dashed line is what a step yields (NaN: no line): what stands to its right is not paid for.
     """
     names, shown = list(parts["pairing"].drop_duplicates()), list(dict.fromkeys(parts["part"]))
-    for name in shown:
-        rows = parts[parts["part"] == name].set_index("pairing")["tokens"].reindex(names)
-        before = parts[parts["part"].isin(shown[: shown.index(name)])].groupby("pairing")["tokens"].sum()
+    table = parts.pivot(index="pairing", columns="part", values="tokens").reindex(index=names, columns=shown).fillna(0.0)
+    left, key = np.zeros(len(names)), list[tuple[str, str, str]]()
+    for name, tokens in zip(shown, table.to_numpy(float).T, strict=True):
         look: dict[str, Any] = {"facecolor": PART_COLORS.get(name, "0.6"), "edgecolor": "white"}
         if name == "unexplained":
             look = {"hatch": "//////", "facecolor": "white", "edgecolor": "0.45"}
-        if rows.abs().max() > 0.004:
-            left = before.reindex(names).fillna(0.0)
-            ax.barh(names, rows.fillna(0.0), left=left, height=0.62, linewidth=0.5, label=name, **look)
+        if np.abs(tokens).max() > 0.004:
+            ax.barh(range(len(names)), tokens, left=left, height=0.62, linewidth=0.5, label=name, **look)
+            key.append(("\u25a8", "0.45", name) if "hatch" in look else ("\u25a0", look["facecolor"], name))
+        left = left + tokens
     if np.isfinite(acceptance_length):
-        ax.axvline(acceptance_length, color=INK, linewidth=1.0, linestyle=(0, (3, 2)), label="it yields")
-    ax.set(ylim=(len(names) - 0.5, -0.5), xlim=(0, 1.06 * np.nanmax([ax.dataLim.x1, acceptance_length])))
+        ax.axvline(acceptance_length, color=INK, linewidth=1.0, linestyle=(0, (3, 2)))
+        key.append(("\u254e", INK, "it yields"))
+    ax.set(ylim=(len(names) - 0.5, -0.5), xlim=(0, 1.06 * np.nanmax([left.max(), acceptance_length])))
+    ax.set_yticks(range(len(names)), names)
     ax.grid(visible=False, axis="y")
     ax.set_xlabel("cost of a step with k drafts (decode steps)")
-    handles: dict[str, Any] = {
-        "loc": "center left",
-        "bbox_to_anchor": (1.0, 0.5),
-        "frameon": False,
-        "fontsize": NOTE_SIZE,
-    }
-    ax.legend(**handles, handlelength=1.0, labelspacing=0.15, borderaxespad=0.4)
+    # Plain texts: a legend takes as long to draw as all the bars.
+    look = {"xycoords": "axes fraction", "textcoords": "offset points", "va": "center", "size": NOTE_SIZE}
+    for index, (sign, color, name) in enumerate(key):
+        down = 8.2 * ((len(key) - 1) / 2 - index)
+        ax.annotate(sign, (1, 0.5), (6, down), color=color, family="DejaVu Sans", **look)
+        ax.annotate(name, (1, 0.5), (15, down), **look)

@@ -22,10 +22,12 @@ from matplotlib.widgets import SpanSelector
 from labkit import paths
 from labkit.breakeven import verdict_table
 from labkit.errors import InputError
-from labkit.explorer import COST_FIELDS, Choice, Explorer
+from labkit.explorer import Explorer
+from labkit.plots.canvas import empty
 from labkit.plots.curves import crossing_text
 from labkit.plots.explorer import points
 from labkit.plots.style import context, format_tokens
+from labkit.publish.explorer_rows import COST_FIELDS, Choice, usual_length
 from labkit.publish.figures import save_figure
 from labkit.publish.tables import html_table
 
@@ -84,7 +86,11 @@ class ExplorerWidget(widgets.VBox):
         self.explorer, self.out_dir = explorer, str(out_dir or paths.BUILD / "explorer")
         self.choice, self.message, self._hushed = explorer.first(), "", False
         self._brush: SpanSelector | None = None
-        self.figure = Figure(figsize=(7.0, 4.9), dpi=110, layout="constrained")
+        self._drawn: Choice | None = None
+        with context():
+            self.figure = Figure(figsize=(7.0, 4.9), dpi=110)
+            self.axes = self.figure.subplots(2, gridspec_kw={"top": 0.95, "bottom": 0.085, "hspace": 0.3})
+        self.words = self.figure.text(0.5, 0.5, "", ha="center", va="center", wrap=True, size=9)
         self.canvas = _Canvas(self.figure)
         FigureManager(self.canvas, 0)
         for part in ("header_visible", "footer_visible", "resizable", "toolbar_visible"):
@@ -140,7 +146,7 @@ class ExplorerWidget(widgets.VBox):
         self._add(
             "acceptance", widgets.Dropdown(options=modes, value=modes[-1 if typed else 0], description="acceptance")
         )
-        length, *bounds = choice.acceptance_length or explorer.usual_length(choice)
+        length, *bounds = choice.acceptance_length or usual_length(choice.num_speculative_tokens)
         largest = 1.0 + max(explorer.values("num_speculative_tokens"))
         span: dict[str, Any] = {"min": 1.0, "max": largest, "step": 0.05, "readout_format": ".2f"}
         self._add("length", widgets.FloatSlider(value=length, description="length", **span))
@@ -191,21 +197,31 @@ class ExplorerWidget(widgets.VBox):
 
     def redraw(self) -> None:
         """Draw the choice, or say in place of the picture why there is nothing to draw."""
-        self.figure.clear()
+        before, self._drawn = self._drawn, replace(self.choice, context_len=0)
         self.message, self.pointer.value = "", ""
+        moved = before == self._drawn
+        for ax in self.axes[1:] if moved else self.axes:
+            empty(ax)
         try:
-            with context():
-                self.explorer.draw(self.figure, self.choice)
-            self._show_numbers()
-            self._attach_brush()
+            draw = self.explorer.draw_context if moved else self.explorer.draw
+            draw(self.axes, self.choice)
         except InputError as error:
             self.message = str(error)
-            self.figure.clear()
-            words: dict[str, Any] = {"ha": "center", "va": "center", "wrap": True, "size": 9}
-            self.figure.text(0.5, 0.5, f"Nothing to draw: {self.message}", **words)
+        self.words.set_text(f"Nothing to draw: {self.message}" if self.message else "")
+        for ax in self.axes:
+            ax.set_visible(not self.message)
+        if not moved:
+            self._attach_brush()
+        # Room for the longest name on either side. A layout engine would take as long as half the picture.
+        side = (0.45 + 0.055 * max(map(len, self.choice.pairings), default=0)) / self.figure.get_figwidth()
+        self.figure.subplots_adjust(left=side, right=1 - max(side, 0.15))
+        # At once: `draw_idle` would wait for the browser to ask for what it is about to be sent.
+        self.canvas.draw()
+        if self.message:
             self.readout.value = f"<b>Nothing to draw.</b> {html.escape(self.message)}"
             self.crossings.value = self.best.value = ""
-        self.canvas.draw_idle()
+        else:
+            self._show_numbers()
 
     def _show_numbers(self) -> None:
         cells, causes = self.explorer.at_context(self.choice), self.explorer.causes(self.choice)
@@ -254,7 +270,7 @@ class ExplorerWidget(widgets.VBox):
         style: dict[str, Any] = {"props": {"alpha": 0.12, "facecolor": "0.3"}, "useblit": False, "minspan": 1}
         if self._brush is not None:
             self._brush.disconnect_events()
-        self._brush = SpanSelector(self.figure.axes[0], self._brushed, "horizontal", **style)
+        self._brush = SpanSelector(self.axes[0], self._brushed, "horizontal", **style)
 
     def _brushed(self, low: float, high: float) -> None:
         contexts = np.array(self.explorer.contexts(self.choice), float)
@@ -266,7 +282,7 @@ class ExplorerWidget(widgets.VBox):
 
     def _hover(self, event: Any) -> None:
         """Read the nearest point under the pointer, with its interval and origin."""
-        if self.message or event.inaxes is not self.figure.axes[0]:
+        if self.message or event.inaxes is not self.axes[0]:
             return
         at = event.inaxes.transData.transform([point[:2] for point in self._points])
         distance = np.hypot(*(at - (event.x, event.y)).T)
