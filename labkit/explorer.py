@@ -29,7 +29,6 @@ from labkit.plots.panels import describe
 from labkit.plots.style import TEXT_WIDTH_IN, format_tokens, styled
 from labkit.progress import in_notebook
 from labkit.publish.explorer_rows import COST_FIELDS, Choice, Imposed, StoredRows, pairing
-from labkit.rows import distinct
 
 
 class Explorer(StoredRows):

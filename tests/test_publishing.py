@@ -30,10 +30,12 @@ def result():
 def test_every_figure_by_name(folder, tmp_path, capsys):
     drawn = [name for name in FIGURES if name in ("breakeven", "speedup", "attention", "over_floor", "acceptance")]
     for name in drawn:
-        out = tmp_path / f"{name}.svg"
-        assert main(["figure", name, str(folder), "--out", str(out), "--width", "column", "--label", "sdpa=Ours"]) == 0
+        out, named = tmp_path / f"{name}.svg", "prose" if name == "acceptance" else "sdpa"
+        assert (
+            main(["figure", name, str(folder), "--out", str(out), "--width", "column", "--label", f"{named}=Ours"]) == 0
+        )
         svg = out.read_text()
-        assert ("Ours" in svg) == (name != "acceptance")
+        assert "Ours" in svg
         assert 'width="244.8pt"' in svg  # 3.4 in
         assert json.loads(out.with_suffix(".json").read_text())["sources"]
     assert str(tmp_path / "breakeven.svg") in capsys.readouterr().out
@@ -60,6 +62,10 @@ def test_imposed_length_needs_no_acceptance(folder, tmp_path):
         (["breakeven", "--out", "a.jpg"], "want a file ending in .svg, .pdf, .png, or .html"),
         (["breakeven", "--out", "a.pdf", "--width", "wide"], "--width: wanted column, text or inches"),
         (["breakeven", "--out", "a.pdf", "--label", "mine"], "--label 'mine': wanted name=value"),
+        (["breakeven", "--out", "a.pdf", "--label", "mine=Ours"], "--label mine: not in these rows; known: "),
+        (["acceptance", "--out", "a.pdf", "--label", "sdpa=Ours"], "--label sdpa: not in these rows; known: "),
+        (["attention", "--out", "a.pdf", "--where", "workload_x=1"], "--where workload_x: not in these rows; known: "),
+        (["breakeven", "--out", "/dev/null/a.pdf"], "--out /dev/null/a.pdf: no folder /dev/null can be made"),
     ],
 )
 def test_bad_input_is_one_line(folder, tmp_path, monkeypatch, capsys, arguments, message):

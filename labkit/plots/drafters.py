@@ -75,7 +75,7 @@ def plot_length_against_draft_cost(acceptance: pd.DataFrame, loop: pd.DataFrame,
             ax.annotate(f"{row['num_speculative_tokens']:.0f}", place, (3, -8), textcoords="offset points", fontsize=6)
         ends.add(x.max(), y[np.argmax(x)], drafter_label(name), color=styles[name].color)
     ax.set_xlim(0, None)
-    ax.set_xlabel("draft time per step [ms] (numbers at marks: k)")
+    ax.set_xlabel("draft time per step (ms); numbers at marks: k")
     ax.set_ylabel("tokens per verify step\n(pooled, bonus counted)")
     return ax
 

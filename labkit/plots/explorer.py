@@ -11,12 +11,8 @@ from labkit.breakeven import Breakeven
 from labkit.decide.cause import breakeven_floor
 from labkit.plots.breakeven import ACCEPTANCE_ORIGINS, plot_breakeven
 from labkit.plots.style import INK, NOTE_SIZE, display_name, format_tokens, series_styles
+from labkit.plots.verdict import COLORS
 
-PART_COLORS = {
-    **{"draft": "#E69F00", "draft attention": "#E69F00", "draft rest": "#F0E442", "verify": "#0072B2"},
-    **{"verify attention": "#D55E00", "verify rest": "#0072B2", "sampling": "#009E73", "communication": "#CC79A7"},
-    "gap": "0.75",
-}
 _GUIDE: dict[str, Any] = {"gid": "guide", "zorder": 1.4, "color": "0.3"}
 _MARK = "_context"
 
@@ -63,10 +59,12 @@ def plot_parts(ax: Axes, parts: pd.DataFrame, acceptance_length: float) -> None:
     The dashed line is what a step yields (NaN: no line): what stands to its right is not paid for.
     """
     names, shown = list(parts["pairing"].drop_duplicates()), list(dict.fromkeys(parts["part"]))
-    table = parts.pivot(index="pairing", columns="part", values="tokens").reindex(index=names, columns=shown).fillna(0.0)
+    table = (
+        parts.pivot(index="pairing", columns="part", values="tokens").reindex(index=names, columns=shown).fillna(0.0)
+    )
     left, key = np.zeros(len(names)), list[tuple[str, str, str]]()
     for name, tokens in zip(shown, table.to_numpy(float).T, strict=True):
-        look: dict[str, Any] = {"facecolor": PART_COLORS.get(name, "0.6"), "edgecolor": "white"}
+        look: dict[str, Any] = {"facecolor": COLORS.get(name, "0.6"), "edgecolor": "white"}
         if name == "unexplained":
             look = {"hatch": "//////", "facecolor": "white", "edgecolor": "0.45"}
         if np.abs(tokens).max() > 0.004:

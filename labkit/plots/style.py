@@ -67,7 +67,8 @@ RC: Mapping[str, object] = {
 # Okabe-Ito. Black is kept for baselines and floors; its yellow is too light for a line on white.
 _BLUE, _VERMILLION, _GREEN, _ORANGE = "#0072B2", "#D55E00", "#009E73", "#E69F00"
 _PURPLE, _SKY = "#CC79A7", "#56B4E9"
-_CYCLE = (_BLUE, _VERMILLION, _GREEN, _ORANGE, _PURPLE, _SKY)
+# Four darker ones behind them, so that none of ten series shares a colour.
+_CYCLE = (_BLUE, _VERMILLION, _GREEN, _ORANGE, _PURPLE, _SKY, "#332288", "#882255", "#7A7A1E", "#6B4226")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "h")
 # A backend keeps its colour and marker in every figure, whatever else is drawn beside it.
 BACKENDS = (
@@ -141,7 +142,7 @@ def series_styles(names: Iterable[str]) -> dict[str, SeriesStyle]:
     ``"sdpa + triton_split"`` (a pairing) is a name like any other.
     """
     names = list(dict.fromkeys(names))
-    slots = [(color, marker) for marker, color in zip(_MARKERS, _CYCLE * 2, strict=False)]
+    slots = [(color, marker) for marker, color in zip(_MARKERS, _CYCLE, strict=True)]
     taken = {name: slots[BACKENDS.index(name)] for name in names if name in BACKENDS}
     free = [slot for slot in slots if slot not in taken.values()]
     for index, name in enumerate(name for name in names if name not in taken):

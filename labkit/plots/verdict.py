@@ -44,6 +44,7 @@ FORMULA_STYLES: Mapping[str, tuple[str, Any]] = {
     "Forced rejection": (MUTED, (0, (5.0, 1.5, 1.0, 1.5))),
 }
 _GUIDE: dict[str, Any] = {"gid": "guide", "zorder": 1.5}
+_FEWEST_BATCHES = 4
 
 
 @styled
@@ -51,6 +52,8 @@ def figure_contours(
     result: Breakeven, *, num_speculative_tokens: int | None = None, width_in: float = TEXT_WIDTH_IN
 ) -> Figure:
     """Break-even length over context x batch, one panel per verify backend: lines of equal needed length.
+
+    With fewer than four batch sizes the length is printed at each cell instead.
 
     Dots are the measured cells; filled where speculation pays, hollow where it loses or cannot pay, crosses where it is
     undecided or no acceptance is known. Nothing is drawn outside the measured cells.
@@ -105,16 +108,13 @@ def _contour(ax: Axes, cells: pd.DataFrame) -> None:
     cells = cells.sort_values(["batch_size", "context_len"])
     places = cells.drop_duplicates(["batch_size", "context_len"])
     x, y, cost = (places[name].to_numpy(float) for name in ("context_len", "batch_size", "relative_step_cost"))
-    low, high = cost.min(), cost.max()
-    step = next(size for size in (0.05, 0.1, 0.2, 0.25, 0.5, 1.0, 2.0, 5.0) if (high - low) / size <= 5 or size == 5.0)
-    levels = np.arange(np.floor(low / step) * step, high + step, step)
     context_axis(ax, x.min(), x.max())
-    # Between neighbouring measured cells only; neighbours are told on the log axes that are drawn.
-    mesh = Triangulation(x, y, Triangulation(np.log2(x), np.log2(y)).triangles)
-    lines = ax.tricontour(mesh, cost, levels=levels, colors=INK, linewidths=0.9)
-    lines.set_in_layout(False)
-    for text in ax.clabel(lines, fmt=lambda value: f"{value:.3g}", fontsize=NOTE_SIZE):
-        text.set_in_layout(False)
+    if len(set(y)) >= _FEWEST_BATCHES:
+        _contour_lines(ax, x, y, cost)
+    else:  # lines between so few rows would show the triangles, not the cost
+        for place in zip(x, y, cost, strict=True):
+            look = {"textcoords": "offset points", "ha": "center", "size": 5.5}
+            ax.annotate(f"{place[2]:.3g}", place[:2], (0, 4), **look)
     for kind, rows in cells.groupby("verdict"):
         known = rows["mean_acceptance_length"].notna() | (rows["verdict"] == "cannot_pay")
         for part, marker in ((rows[known], "x" if kind == "undecided" else "o"), (rows[~known], "x")):
@@ -123,10 +123,22 @@ def _contour(ax: Axes, cells: pd.DataFrame) -> None:
                 hollow = kind in ("loses", "cannot_pay")
                 marks(ax, part["context_len"], part["batch_size"], look, hollow=hollow, size=3.4)
     ax.set_yscale("log", base=2)
-    ax.set_ylim(y.min() / 1.25, y.max() * 1.25)
+    ax.set_ylim(y.min() / 1.25, y.max() * 1.45)
     ax.yaxis.set_major_locator(FixedLocator(sorted(set(y))))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     ax.yaxis.set_minor_locator(NullLocator())
+
+
+def _contour_lines(ax: Axes, x: np.ndarray, y: np.ndarray, cost: np.ndarray) -> None:
+    low, high = cost.min(), cost.max()
+    step = next(size for size in (0.05, 0.1, 0.2, 0.25, 0.5, 1.0, 2.0, 5.0) if (high - low) / size <= 5 or size == 5.0)
+    levels = np.arange(np.floor(low / step) * step, high + step, step)
+    # Between neighbouring measured cells only; neighbours are told on the log axes that are drawn.
+    mesh = Triangulation(x, y, Triangulation(np.log2(x), np.log2(y)).triangles)
+    lines = ax.tricontour(mesh, cost, levels=levels, colors=INK, linewidths=0.9)
+    lines.set_in_layout(False)
+    for text in ax.clabel(lines, fmt=lambda value: f"{value:.3g}", fontsize=NOTE_SIZE):
+        text.set_in_layout(False)
 
 
 @styled

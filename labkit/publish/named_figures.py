@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,10 @@ from labkit.plots.style import COLUMN_WIDTH_IN, TEXT_WIDTH_IN
 from labkit.publish.figures import FORMATS, SavedFigure, save_figure
 from labkit.publish.notebook import one_device
 from labkit.results import experiments_in, find_runs, load_runs, load_sidecars
+from labkit.rows import distinct
 
+# What a display name can stand for.
+_NAMED = ("gpu", "target", "drafter", "workload", "backend", "verify_backend", "draft_backend", "decode_backend")
 WIDTHS = {"column": COLUMN_WIDTH_IN, "text": TEXT_WIDTH_IN}
 
 
@@ -51,8 +55,23 @@ class _Data:
 
     def __init__(self, request: Request):
         self.request, self.used = request, list[Path]()
+        self.columns, self.names = set[str](), set[str]()
 
     def rows(self, experiment: str, gpus: Sequence[str] = ()) -> pd.DataFrame:
+        """Rows of one experiment alone (see `_rows`), once every name of the request is known to them."""
+        frame = self._rows(experiment, gpus)
+        self._refuse_unknown()
+        return frame
+
+    def _refuse_unknown(self) -> None:
+        for option, given, known in (
+            ("--where", self.request.where, self.columns),
+            ("--label", self.request.labels, self.names),
+        ):
+            if unknown := sorted(set(given or {}) - known):
+                raise InputError(f"{option} {unknown[0]}: not in these rows; known: {', '.join(sorted(known))}")
+
+    def _rows(self, experiment: str, gpus: Sequence[str] = ()) -> pd.DataFrame:
         """Rows of the devices asked for, else of one of ``gpus``, else of the device of the newest run."""
         runs = find_runs(experiment, *self.request.paths)
         wanted = (self.request.where or {}).get("gpu") or gpus
@@ -62,7 +81,11 @@ class _Data:
         # The text of a cost run is what its drafter reads: costs of any text join acceptance on any.
         without = () if experiment == "acceptance" else ("workload",)
         where = {name: values for name, values in (self.request.where or {}).items() if name not in without}
-        frame = _where(load_runs(experiment, *(run.path for run in runs)), where)
+        frame = load_runs(experiment, *(run.path for run in runs))
+        self.columns |= set(frame)
+        frame = _where(frame, where)
+        named = _NAMED[:4] if experiment == "acceptance" else _NAMED
+        self.names |= {str(name) for column in named for name in distinct(frame, column)}
         self.used += [run.path for run in runs if run.path.stem in set(frame["run_id"])]
         return frame
 
@@ -74,7 +97,9 @@ class _Data:
         both = self._gpus("acceptance") & self._gpus(experiment)
         newest = [run for run in find_runs("acceptance", *self.request.paths) if run.sidecar["gpu"] in both]
         gpus = [one_device(newest)[0].sidecar["gpu"]] if newest else []
-        return breakeven(cost_rows(self.rows(experiment, gpus)), self.rows("acceptance", gpus))
+        costs, acceptance = self._rows(experiment, gpus), self._rows("acceptance", gpus)
+        self._refuse_unknown()
+        return breakeven(cost_rows(costs), acceptance)
 
     def _gpus(self, experiment: str) -> set[str]:
         return {run.sidecar["gpu"] for run in find_runs(experiment, *self.request.paths)}
@@ -153,13 +178,20 @@ def write_figure(name: str, out: Path, request: Request) -> SavedFigure:
     if name not in FIGURES:
         raise InputError(f"figure: want one of {', '.join(FIGURES)}; got {name!r}")
     suffix, data = out.suffix.lstrip("."), _Data(request)
-    if suffix == "html" and name == "breakeven":
+    if suffix not in (*FORMATS, *(["html"] if name == "breakeven" else [])):
+        raise InputError(f"--out {out}: want a file ending in .{', .'.join(FORMATS)}, or .html for breakeven")
+    # Now, not after the work.
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if out.is_dir() or not os.access(out.parent, os.W_OK):
+            raise InputError(f"--out {out}: want a file in a folder that can be written to")
+    except OSError as error:
+        raise InputError(f"--out {out}: no folder {out.parent} can be made: {error.strerror}") from error
+    if suffix == "html":
         from labkit.publish.page import write_page
 
         result = data.verdicts()
         return SavedFigure(out.stem, (write_page(result, out, runs=tuple(path.stem for path in data.used)),), out)
-    if suffix not in FORMATS:
-        raise InputError(f"--out {out}: want a file ending in .{', .'.join(FORMATS)}, or .html for breakeven")
     figure = FIGURES[name](data, labels=request.labels, width_in=request.width_in)
     return save_figure(figure, out.stem, data.used, formats=[suffix], out_dir=out.parent)
 
