@@ -17,17 +17,60 @@ from labkit import paths
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 SHOTS = paths.BUILD / "browser"
 _FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking")
+
+
+def chromium(playwright: Any, folder: Path) -> Any:
+    """A browser context of its own, in an empty profile."""
+    context = playwright.chromium.launch_persistent_context(
+        folder / "chromium",
+        executable_path=CHROMIUM,
+        headless=True,
+        args=[*_FLAGS],
+        viewport={"width": 1200, "height": 1000},
+    )
+    context.set_default_timeout(60_000)
+    return context
+
+
 _READY = """() => {
   const app = window.jupyterapp, widget = app && app.shell.currentWidget;
   return !document.querySelector('#jupyterlab-splash') && widget && widget.context && widget.context.isReady &&
     widget.sessionContext.isReady && widget.sessionContext.session?.kernel?.status === 'idle';
 }"""
-_RAN = """() => {
+RAN = """() => {
   const widget = window.jupyterapp.shell.currentWidget;
   const cells = widget.content.model.toJSON().cells.filter((cell) => cell.cell_type === 'code');
   const failed = cells.some((cell) => cell.outputs.some((output) => output.output_type === 'error'));
   const idle = widget.sessionContext.session?.kernel?.status === 'idle';
   return idle && (failed || cells.every((cell) => cell.execution_count));
+}"""
+# What is drawn on the explorer's canvas: a sum of its pixels after every drawing, the key press and the first drawing
+# after it that differs. The page times both, so neither the test's polling nor its pipe to the browser counts.
+_WATCH = """() => {
+  const watch = window.labkitWatch = {ms: null, sum: 0, since: performance.now(), armed: false, pressed: null};
+  const canvas = document.querySelector('.jupyter-matplotlib-canvas-container canvas');
+  const context = canvas.getContext('2d'), draw = CanvasRenderingContext2D.prototype.drawImage;
+  const look = () => {
+    const pixels = new Uint32Array(context.getImageData(0, 0, canvas.width, canvas.height).data.buffer);
+    let sum = canvas.width;
+    for (let i = 0; i < pixels.length; i += 3) sum = (sum * 31 + pixels[i]) | 0;
+    if (sum === watch.sum) return;
+    watch.sum = sum;
+    watch.since = performance.now();
+    if (watch.pressed !== null) {
+      watch.ms = watch.since - watch.pressed;
+      watch.pressed = null;
+      watch.armed = false;
+    }
+  };
+  watch.arm = () => { watch.ms = null; watch.armed = true; watch.pressed = null; };
+  document.addEventListener('keydown', () => { if (watch.armed) watch.pressed ??= performance.now(); }, true);
+  context.drawImage = (...what) => { draw.apply(context, what); look(); };
+  look();
+}"""
+_SETTLED = """() => {
+  const kernel = window.jupyterapp.shell.currentWidget.sessionContext.session?.kernel;
+  return kernel?.status === 'idle' && performance.now() - window.labkitWatch.since > 250;
 }"""
 
 
@@ -90,7 +133,7 @@ class Notebook:
 
     def finished(self, limit_s: float = 90.0) -> list[dict[str, Any]]:
         """The code cells with their outputs, once all have run or one has failed."""
-        self.page.wait_for_function(_RAN, timeout=1000 * limit_s)
+        self.page.wait_for_function(RAN, timeout=1000 * limit_s)
         return self.cells()
 
     def cells(self) -> list[dict[str, Any]]:
@@ -100,6 +143,46 @@ class Notebook:
     def shot(self, name: str) -> None:
         SHOTS.mkdir(parents=True, exist_ok=True)
         self.page.screenshot(path=SHOTS / f"{name}.png")
+
+
+class Explorer:
+    """The explorer of a running notebook: its picture, read-outs and controls."""
+
+    def __init__(self, tab: Notebook):
+        self.tab, self.page = tab, tab.page
+        self.canvas = self.page.locator(".jupyter-matplotlib-canvas-container canvas").first
+        self.page.wait_for_selector(".labkit-export", timeout=60_000)
+        self.page.evaluate(_WATCH)
+        self.settled()
+
+    def settled(self) -> int:
+        """Wait until the kernel is idle and the picture has been the same for a quarter of a second; its sum."""
+        self.page.wait_for_function(_SETTLED, polling=60, timeout=30_000)
+        return int(self.page.evaluate("() => window.labkitWatch.sum"))
+
+    def handle(self, name: str) -> Any:
+        return self.page.locator(f".labkit-{name}").locator("select, .noUi-handle, input[type=checkbox]").first
+
+    def change(self, name: str, key: str) -> float:
+        """Press a key on a control; ms until the picture is another one, told by the page's own clock."""
+        self.settled()
+        self.handle(name).focus()
+        self.page.evaluate("() => window.labkitWatch.arm()")
+        self.page.keyboard.press(key)
+        try:
+            self.page.wait_for_function("() => window.labkitWatch.ms !== null", polling=20, timeout=5_000)
+        except Exception as error:
+            raise AssertionError(f"{name}: {key} changes nothing in the picture") from error
+        return float(self.page.evaluate("() => window.labkitWatch.ms"))
+
+    def readout(self) -> list[dict[str, str]]:
+        names, *rows = self.page.locator(".labkit-readout tr").evaluate_all(
+            "rows => rows.map(row => [...row.cells].map(cell => cell.innerText.trim()))"
+        )
+        return [dict(zip(names, row, strict=True)) for row in rows]
+
+    def text(self, name: str) -> str:
+        return self.page.locator(f".labkit-{name}").inner_text()
 
 
 def errors(cells: list[dict[str, Any]]) -> list[str]:

@@ -151,6 +151,8 @@ def test_widget_shows_choices_reasons_and_read_outs(widget):
     assert "<td" in widget.readout.value
     assert "pays up to" in widget.crossings.value
     assert "k = " in widget.best.value or "off" in widget.best.value
+    widget.controls["pairings"].boxes[1].value = True
+    assert "Not measured here: sdpa" in widget.readout.value
     widget.controls["gpu"].value = "cpu-amd-epyc"
     assert "qwen3-32b was not measured with cpu-amd-epyc" in widget.message
     assert widget.message in widget.figure.texts[0].get_text()

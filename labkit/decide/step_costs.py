@@ -81,7 +81,7 @@ def step_costs(cost_rows: pd.DataFrame) -> list[StepCosts]:
     of_cell = step_ms.index.get_level_values("cell").to_numpy()
     lengths = range(int(speculative["num_speculative_tokens"].max()) + 1)
     steps = step_ms.reindex(columns=list(lengths)).to_numpy(float)
-    decode = decode_ms.reindex(step_ms.index.droplevel("cell")).to_numpy(float)
+    decode = decode_ms.reindex(step_ms.reset_index("cell").index).to_numpy(float)
     part_ms = at_rounds.to_numpy(float)
     keys = speculative[list(CELL_KEY)].assign(cell=cell_ids).drop_duplicates("cell").sort_values("cell")
     origins, notes = _origins(speculative, cell_ids), _notes(rows, speculative, cell_ids)

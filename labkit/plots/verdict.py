@@ -113,8 +113,7 @@ def _contour(ax: Axes, cells: pd.DataFrame) -> None:
         _contour_lines(ax, x, y, cost)
     else:  # lines between so few rows would show the triangles, not the cost
         for place in zip(x, y, cost, strict=True):
-            look = {"textcoords": "offset points", "ha": "center", "size": 5.5}
-            ax.annotate(f"{place[2]:.3g}", place[:2], (0, 4), **look)
+            ax.annotate(f"{place[2]:.3g}", place[:2], (0, 4), textcoords="offset points", ha="center", size=5.5)
     for kind, rows in cells.groupby("verdict"):
         known = rows["mean_acceptance_length"].notna() | (rows["verdict"] == "cannot_pay")
         for part, marker in ((rows[known], "x" if kind == "undecided" else "o"), (rows[~known], "x")):

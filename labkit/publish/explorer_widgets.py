@@ -231,6 +231,8 @@ class ExplorerWidget(widgets.VBox):
         table = table[[*first, *(name for name in table if name not in first)]]
         why = self.explorer.without_acceptance(self.choice)
         note = f"<p>Costs only: {html.escape(why)}.</p>" if why else ""
+        if absent := [name for name in self.choice.pairings if name not in set(cells["pairing"])]:
+            note += f"<p>Not measured here: {html.escape(', '.join(absent))}.</p>"
         self.readout.value = html_table(table.rename(columns={"decode_backend": "baseline"})) + note
         found, limits = self.explorer.curve(self.choice), self._limits()
         self._points = points(found)

@@ -82,7 +82,7 @@ class _Data:
         without = () if experiment == "acceptance" else ("workload",)
         where = {name: values for name, values in (self.request.where or {}).items() if name not in without}
         frame = load_runs(experiment, *(run.path for run in runs))
-        self.columns |= set(frame)
+        self.columns |= set(map(str, frame))
         frame = _where(frame, where)
         named = _NAMED[:4] if experiment == "acceptance" else _NAMED
         self.names |= {str(name) for column in named for name in distinct(frame, column)}

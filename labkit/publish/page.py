@@ -57,7 +57,7 @@ def page_html(result: Breakeven, *, title: str = "Where speculative decoding pay
         style=_STYLE,
         version=__version__,
         runs=html.escape(", ".join(runs) or "not named"),
-        vega=vl_convert.javascript_bundle(),
+        vega=vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"),
         palette=_in_script(_palette()),
         script=Path(__file__).with_suffix(".js").read_text(encoding="utf-8"),
         spec=_in_script(chart().to_dict()),
