@@ -69,9 +69,9 @@ class _Checks(widgets.HBox):
     value = traitlets.Tuple()
 
     def __init__(self, options: Sequence[str], value: Sequence[str], description: str):
-        look: dict[str, Any] = {"indent": False, "layout": {"width": "auto", "margin": "0 10px 0 0"}}
+        look: dict[str, Any] = {"indent": False, "layout": {"width": "auto", "margin": "2px 10px 2px 0"}}
         self.boxes = [widgets.Checkbox(description=name, value=name in value, **look) for name in options]
-        super().__init__([widgets.Label(description), *self.boxes], value=tuple(value))
+        super().__init__([widgets.Label(description, layout={"width": "84px"}), *self.boxes], value=tuple(value))
         for box in self.boxes:
             box.observe(self._changed, "value")
 
@@ -88,7 +88,7 @@ class ExplorerWidget(widgets.VBox):
         self._brush: SpanSelector | None = None
         self._drawn: Choice | None = None
         with context():
-            self.figure = Figure(figsize=(7.0, 4.9), dpi=110)
+            self.figure = Figure(figsize=(6.9, 4.9), dpi=110)
             self.axes = self.figure.subplots(2, gridspec_kw={"top": 0.95, "bottom": 0.085, "hspace": 0.3})
         self.words = self.figure.text(0.5, 0.5, "", ha="center", va="center", wrap=True, size=9)
         self.canvas = _Canvas(self.figure)
@@ -127,7 +127,7 @@ class ExplorerWidget(widgets.VBox):
             self._add(name, widgets.Dropdown(options=options, value=getattr(choice, name), description=TITLES[name]))
         names = explorer.values("pairings")
         self._add("pairings", _Checks(names, choice.pairings, "backends"))
-        self.controls["pairings"].layout = widgets.Layout(width="100%", flex_flow="row wrap")
+        self.controls["pairings"].layout = widgets.Layout(width="100%", flex_flow="row wrap", align_items="center")
         for name in ("batch_size", "num_speculative_tokens"):
             slider = widgets.SelectionSlider(
                 options=explorer.values(name), value=getattr(choice, name), description=TITLES[name]

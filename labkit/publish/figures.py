@@ -31,7 +31,8 @@ DRAWING_CODE = (
     *("schema.py", "shapes.py", "steps/table.py"),
     *("decide/acceptance_join.py", "decide/acceptance_positions.py", "decide/cause.py", "decide/crossovers.py"),
     *("decide/diagnosis.py", "decide/forward_costs.py", "decide/intervals.py", "decide/pairings.py"),
-    *("decide/speedup.py", "decide/step_costs.py", "publish/figures.py"),
+    *("decide/speedup.py", "decide/step_costs.py"),
+    *("publish/explorer_rows.py", "publish/figures.py"),
 )
 
 
