@@ -179,7 +179,8 @@ def _chosen(df: pd.DataFrame, backends: Sequence[str] | None) -> tuple[pd.DataFr
     if missing := [name for name in backends or () if name not in known]:
         raise InputError(f"backends: want some of {', '.join(known)}; got {missing[0]!r}")
     wanted = list(backends or known[:MAX_BACKENDS])
-    note = f" · {len(wanted)} of {len(known)} backends" if len(wanted) < len(known) else ""
+    left = [name.replace("triton_ladder_", "ladder ") for name in known if name not in wanted]
+    note = f" · {len(wanted)} of {len(known)} backends, not drawn: {', '.join(left)}" if left else ""
     return df[df["backend"].isin(wanted)], note
 
 

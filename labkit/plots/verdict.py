@@ -108,12 +108,20 @@ def _contour(ax: Axes, cells: pd.DataFrame) -> None:
     cells = cells.sort_values(["batch_size", "context_len"])
     places = cells.drop_duplicates(["batch_size", "context_len"])
     x, y, cost = (places[name].to_numpy(float) for name in ("context_len", "batch_size", "relative_step_cost"))
-    context_axis(ax, x.min(), x.max())
     if len(set(y)) >= _FEWEST_BATCHES:
+        context_axis(ax, x.min(), x.max())
         _contour_lines(ax, x, y, cost)
     else:  # lines between so few rows would show the triangles, not the cost
+        context_axis(ax, x.min() / 1.3, x.max() * 1.3)
         for place in zip(x, y, cost, strict=True):
-            ax.annotate(f"{place[2]:.3g}", place[:2], (0, 4), textcoords="offset points", ha="center", size=5.5)
+            ax.annotate(
+                f"{place[2]:.2f}" if place[2] < 9.995 else f"{place[2]:.1f}",
+                place[:2],
+                (0, 4),
+                textcoords="offset points",
+                ha="center",
+                size=5.5,
+            )
     for kind, rows in cells.groupby("verdict"):
         known = rows["mean_acceptance_length"].notna() | (rows["verdict"] == "cannot_pay")
         for part, marker in ((rows[known], "x" if kind == "undecided" else "o"), (rows[~known], "x")):

@@ -19,12 +19,13 @@ if TYPE_CHECKING:
 _STYLE = """
 body { font: 14px/1.5 system-ui, sans-serif; color: #222; max-width: 980px; margin: 2em auto; padding: 0 1em; }
 h1 { font-size: 1.4em; } h2 { font-size: 1.15em; border-top: 1px solid #ccc; padding-top: 1em; margin-top: 2em; }
-pre { background: #f6f6f6; padding: 0.7em; overflow-x: auto; } img { max-width: 100%; }
+pre { background: #f6f6f6; padding: 0.7em; white-space: pre-wrap; overflow-wrap: anywhere; } img { max-width: 100%; }
 table { border-collapse: collapse; font-size: 12px; } .wide { overflow-x: auto; margin: 1em 0; }
-th, td { padding: 2px 9px; border-bottom: 1px solid #e4e4e4; text-align: right; } .bad { color: #b3261e; }
+th, td { padding: 2px 9px; border-bottom: 1px solid #e4e4e4; text-align: right; white-space: nowrap; } .bad { color: #b3261e; }
 """
 _SUMMARY = ("notebook", "status", "cell", "seconds", "error")
-_SOURCE = ("run_id", "experiment", "gpu", "device", "driver", "commit", "file", "sha256")
+_SOURCE = ("file", "device", "driver", "commit", "sha256")
+_DIGITS = 12  # of a commit or digest; whole ones stand in the sidecars of the figures
 
 
 def write_report(folder: Path, verdicts: Sequence[Verdict], *, preset: str, figures_dir: Path) -> Path:
@@ -34,12 +35,17 @@ def write_report(folder: Path, verdicts: Sequence[Verdict], *, preset: str, figu
     for verdict in verdicts:
         parts += [f"<h2>{html.escape(verdict.notebook)}</h2>", *_section(folder, verdict, records[verdict.notebook])]
     sources = {source["run_id"]: source for found in records.values() for _, record in found for source in record}
-    rows = [[str(source.get(name) or "unknown") for name in _SOURCE] for source in sources.values()]
+    rows = [[_short(name, source.get(name)) for name in _SOURCE] for source in sources.values()]
     parts += ["<h2>Where the numbers come from</h2>", _table(_SOURCE, rows) if rows else "<p>No figure was saved.</p>"]
     parts += ["<h2>Commands</h2>", f"<pre>{html.escape(_commands(folder, verdicts))}</pre>"]
     head = f"<title>labkit batch: {html.escape(preset)}</title><style>{_STYLE}</style>"
     page = f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">{head}</head><body>{"".join(parts)}'
     return paths.write_whole(folder / "report.html", f"{page}<p>labkit {__version__}</p></body></html>\n".encode())
+
+
+def _short(name: str, value: Any) -> str:
+    text = str(value or "unknown")
+    return text[:_DIGITS] if name in ("commit", "sha256") else text
 
 
 def _figures_of(notebook: str, folder: Path) -> list[tuple[Path, list[dict[str, Any]]]]:
