@@ -108,12 +108,18 @@ def batch(tmp_path_factory):
     write_runs(folder / "data", CPU)
     write_run_of(step_rows(CPU_STEPS), folder / "data", CPU, "step")
     (folder / "elsewhere").mkdir()
+    # Whoever imports torch meets this one: committed data are read without it.
+    (folder / "without" / "torch").mkdir(parents=True)
+    (folder / "without" / "torch" / "__init__.py").write_text("raise RuntimeError('a notebook imported torch')\n")
     monkeypatch = pytest.MonkeyPatch()
     monkeypatch.chdir(folder / "elsewhere")
     monkeypatch.setenv("LABKIT_DATA", str(folder / "data"))
     # The package is found by import alone; this makes the kernel take the checkout under test.
     monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join([str(paths.ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+        "PYTHONPATH",
+        os.pathsep.join([str(folder / "without"), str(paths.ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(
+            os.pathsep
+        ),
     )
     verdicts = run_batch(NOTEBOOKS, out_dir=folder / "out", progress=None)
     monkeypatch.undo()

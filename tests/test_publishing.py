@@ -96,7 +96,9 @@ def test_latex_table_is_booktabs_with_intervals(result):
 
 def test_tables_escape_what_the_data_hold():
     table = pd.DataFrame({"backend": ["<b>a_b</b> & 50% #1 ~^\\"], "speed-up": ["1.20 [1.10, 1.30]"]})
-    assert r"<b>a\_b</b> \& 50\% \#1 \textasciitilde{}\textasciicircum{}\textbackslash{}" in latex_table(table)
+    assert r"\textless{}b\textgreater{}a\_b" in latex_table(table)
+    assert r"\& 50\% \#1 \textasciitilde{}\textasciicircum{}\textbackslash{}" in latex_table(table)
+    assert latex_table(pd.DataFrame({"a|b": ["[1"]})).splitlines()[2:5] == [r"a\textbar{}b \\", r"\midrule", r"{[}1 \\"]
     html = html_table(table)
     assert "<b>" not in html
     assert "&lt;b&gt;a_b" in html

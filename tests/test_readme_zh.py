@@ -37,3 +37,11 @@ def test_commands_exist(command):
 def test_files_in_the_text_exist():
     for name in re.findall(r"notebooks/\w+\.ipynb", TEXT):
         assert (paths.ROOT / name).is_file()
+
+
+def test_numbers_and_figures_are_those_of_the_readme():
+    readme = (paths.ROOT / "README.md").read_text(encoding="utf-8")
+    told = TEXT.split("## 快速上手")[0]
+    assert re.findall(r"\]\((figures/\w+\.svg)\)", told) == re.findall(r"\]\((figures/\w+\.svg)\)", readme)
+    number = r"\d+(?:,\d{3})*(?:\.\d+)?"
+    assert set(re.findall(number, told.partition("![")[2])) - set(re.findall(number, readme)) == set()

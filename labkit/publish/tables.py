@@ -12,6 +12,8 @@ from labkit.errors import InputError
 
 FORMATS = ("tex", "html", "csv", "parquet")
 _LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+# In text the default font encoding has other signs in the places of these three.
+_LATEX |= {"|": r"\textbar{}", "<": r"\textless{}", ">": r"\textgreater{}"}
 _LATEX |= {character: f"\\{character}" for character in "&%$#_{}"}
 _STYLE = "border-collapse: collapse; font: 13px sans-serif"
 
@@ -80,5 +82,6 @@ def _is_number(column: pd.Series) -> bool:
 
 
 def _tex(text: str) -> str:
-    escaped = re.sub(r"[\\~^&%$#_{}]", lambda match: _LATEX[match[0]], text)
-    return re.sub(r" \[", r"~[", escaped)
+    escaped = re.sub(r"[\\~^&%$#_{}|<>]", lambda match: _LATEX[match[0]], text)
+    # A bracket at the start of a row would be read as an option of the line break before it.
+    return re.sub(r"^\[", "{[}", re.sub(r" \[", r"~[", escaped))
