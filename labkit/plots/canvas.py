@@ -81,7 +81,7 @@ def add_header(figure: Figure, title: str, subtitle: str = "") -> None:
         y_in -= 0.02
     engine = figure.get_layout_engine()
     if isinstance(engine, ConstrainedLayoutEngine):
-        engine.set(rect=(0.0, 0.0, 1.0, (y_in - 0.02) / height_in))
+        engine.set(rect=(0.0, 0.0, 1.0, (y_in - 0.06) / height_in))
 
 
 def freeze_layout(figure: Figure) -> None:

@@ -34,7 +34,7 @@ from labkit.plots.style import (
 
 # Of the step: what drafting costs, what verify costs, what is around them. Light to dark inside a kind.
 COLORS: Mapping[str, str] = {
-    "draft": "#56B4E9", "draft attention": "#0072B2", "draft rest": "#56B4E9", "verify": "#E69F00",
+    "draft": "#A6D8F5", "draft attention": "#0072B2", "draft rest": "#A6D8F5", "verify": "#E69F00",
     "verify attention": "#D55E00", "verify rest": "#E69F00", "sampling": "#009E73", "communication": "#CC79A7",
     "gap": "0.55", "unexplained": "0.85",
 }  # fmt: skip
