@@ -11,7 +11,8 @@ from labkit.decide.step_costs import step_costs
 from labkit.decide.surface import Surface, select, verdict_surface
 from labkit.errors import InputError
 from labkit.plots.breakeven import plot_breakeven
-from labkit.plots.verdict import COLORS, figure_cause, figure_concurrency, figure_contours, figure_draft_length
+from labkit.plots.contours import figure_contours
+from labkit.plots.verdict import COLORS, figure_cause, figure_concurrency, figure_draft_length
 from tests.worlds import AcceptanceWorld, StepWorld, acceptance_rows, step_rows
 
 WORLD = StepWorld(

@@ -43,7 +43,7 @@ def plot_choice(ax: Axes, found: Breakeven, *, context_range: Sequence[float]) -
         ax.axvline(end, linewidth=0.8, linestyle=(0, (6, 3)), **_GUIDE)
     title = [f"k = {cells['num_speculative_tokens'].iloc[0]}", f"batch {cells['batch_size'].iloc[0]}"]
     title += [display_name(name, None) for name in cells["workload"].dropna().unique()]
-    ax.set_title(" · ".join(title))
+    ax.set_title(" · ".join(title), y=1.0)  # told, or each drawing looks for it
 
 
 def mark_context(ax: Axes, context_len: float) -> None:

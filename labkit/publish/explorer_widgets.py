@@ -128,28 +128,21 @@ class ExplorerWidget(widgets.VBox):
         self._add("pairings", _Checks(names, choice.pairings, "backends"))
         self.controls["pairings"].layout = widgets.Layout(width="100%", flex_flow="row wrap", align_items="center")
         for name in ("batch_size", "num_speculative_tokens"):
-            slider = widgets.SelectionSlider(
-                options=explorer.values(name), value=getattr(choice, name), description=TITLES[name]
-            )
-            self._add(name, slider)
-        contexts = [(format_tokens(value), value) for value in explorer.values("context_len")]
-        self._add(
-            "context_len", widgets.SelectionSlider(options=contexts, value=choice.context_len, description="context")
-        )
-        whole = (contexts[0][1], contexts[-1][1])
-        self._add(
-            "context_range", widgets.SelectionRangeSlider(options=contexts, value=whole, description="crossings in")
-        )
+            look: dict[str, Any] = {"options": explorer.values(name), "description": TITLES[name]}
+            self._add(name, widgets.SelectionSlider(value=getattr(choice, name), **look))
+        at = [(format_tokens(value), value) for value in explorer.values("context_len")]
+        self._add("context_len", widgets.SelectionSlider(options=at, value=choice.context_len, description="context"))
+        whole = (at[0][1], at[-1][1])
+        self._add("context_range", widgets.SelectionRangeSlider(options=at, value=whole, description="crossings in"))
         modes = [_MEASURED, _TYPED] if len(explorer.acceptance) else [_TYPED]
         typed = choice.acceptance_length is not None
-        self._add(
-            "acceptance", widgets.Dropdown(options=modes, value=modes[-1 if typed else 0], description="acceptance")
-        )
+        mode = widgets.Dropdown(options=modes, value=modes[-1 if typed else 0], description="acceptance")
+        self._add("acceptance", mode)
         length, *bounds = choice.acceptance_length or usual_length(choice.num_speculative_tokens)
         largest = 1.0 + max(explorer.values("num_speculative_tokens"))
-        span: dict[str, Any] = {"min": 1.0, "max": largest, "step": 0.05, "readout_format": ".2f"}
-        self._add("length", widgets.FloatSlider(value=length, description="length", **span))
-        self._add("bounds", widgets.FloatRangeSlider(value=bounds, description="its bounds", **span))
+        scale: dict[str, Any] = {"min": 1.0, "max": largest, "step": 0.05, "readout_format": ".2f"}
+        self._add("length", widgets.FloatSlider(value=length, description="length", **scale))
+        self._add("bounds", widgets.FloatRangeSlider(value=bounds, description="its bounds", **scale))
         self.export = widgets.Button(description="Export figure and cell", icon="download", layout={"width": "230px"})
         self.export.add_class("labkit-export")
         self.export.on_click(self._export)
@@ -225,9 +218,8 @@ class ExplorerWidget(widgets.VBox):
     def _show_numbers(self) -> None:
         cells, causes = self.explorer.at_context(self.choice), self.explorer.causes(self.choice)
         table = verdict_table(cells).assign(backend=cells["pairing"], growth=cells["pairing"].map(causes))
-        table = table.drop(columns=[name for name in ("verify_backend", "workload") if name in table])
-        first = [name for name in ("backend", "context", "k") if name in table]
-        table = table[[*first, *(name for name in table if name not in first)]]
+        table = table.drop(columns=["verify_backend", "workload"], errors="ignore")
+        table.insert(0, "backend", table.pop("backend"))
         why = self.explorer.without_acceptance(self.choice)
         note = f"<p>Costs only: {html.escape(why)}.</p>" if why else ""
         if absent := [name for name in self.choice.pairings if name not in set(cells["pairing"])]:

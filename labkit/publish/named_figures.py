@@ -122,27 +122,16 @@ def _where(frame: pd.DataFrame, where: Mapping[str, Sequence[str]]) -> pd.DataFr
     return frame
 
 
-def _breakeven(data: _Data, **style: Any) -> Figure:
-    return figure_breakeven(data.verdicts(), **style)
+def _of_verdicts(draw: Callable[..., Figure]) -> Callable[..., Figure]:
+    return lambda data, **style: draw(data.verdicts(), **style)
 
 
-def _speedup(data: _Data, **style: Any) -> Figure:
-    return figure_speedup(data.verdicts(), **style)
+def _of_attention(draw: Callable[..., Figure]) -> Callable[..., Figure]:
+    def figure(data: _Data, **style: Any) -> Figure:
+        rows, sidecars = data.attention()
+        return draw(rows, sidecars=sidecars, **style)
 
-
-def _attention(data: _Data, **style: Any) -> Figure:
-    rows, sidecars = data.attention()
-    return figure_attention(rows, sidecars=sidecars, **style)
-
-
-def _over_floor(data: _Data, **style: Any) -> Figure:
-    rows, sidecars = data.attention()
-    return figure_over_floor(rows, sidecars=sidecars, **style)
-
-
-def _ladder(data: _Data, **style: Any) -> Figure:
-    rows, sidecars = data.attention()
-    return figure_ladder(rows, sidecars=sidecars, **style)
+    return figure
 
 
 def _acceptance(data: _Data, **style: Any) -> Figure:
@@ -160,11 +149,11 @@ def _step(data: _Data, *, labels: Mapping[str, str] | None, width_in: float) -> 
 
 
 FIGURES: Mapping[str, Callable[..., Figure]] = {
-    "breakeven": _breakeven,
-    "speedup": _speedup,
-    "attention": _attention,
-    "over_floor": _over_floor,
-    "ladder": _ladder,
+    "breakeven": _of_verdicts(figure_breakeven),
+    "speedup": _of_verdicts(figure_speedup),
+    "attention": _of_attention(figure_attention),
+    "over_floor": _of_attention(figure_over_floor),
+    "ladder": _of_attention(figure_ladder),
     "acceptance": _acceptance,
     "step": _step,
 }
