@@ -60,7 +60,6 @@ def main() -> None:
         with sync_playwright() as playwright:
             context = chromium(playwright, folder)
             tab = Notebook(context, lab, "explorer.ipynb")
-            tab.ready()
             tab.run_all()
             if found := errors(tab.finished()):
                 raise SystemExit(found[0])

@@ -32,18 +32,19 @@ def chromium(playwright: Any, folder: Path) -> Any:
     return context
 
 
-_READY = """() => {
-  const app = window.jupyterapp, widget = app && app.shell.currentWidget;
-  return !document.querySelector('#jupyterlab-splash') && widget && widget.context && widget.context.isReady &&
-    widget.sessionContext.isReady && widget.sessionContext.session?.kernel?.status === 'idle';
-}"""
-RAN = """() => {
-  const widget = window.jupyterapp.shell.currentWidget;
+_WIDGET = "[...(window.jupyterapp?.shell.widgets('main') ?? [])].find((widget) => widget.context?.path === name)"
+_READY = f"""(name) => {{
+  const widget = {_WIDGET};
+  return !document.querySelector('#jupyterlab-splash') && widget?.context.isReady && widget.sessionContext.isReady &&
+    widget.sessionContext.session?.kernel?.status === 'idle';
+}}"""
+RAN = f"""(name) => {{
+  const widget = {_WIDGET};
   const cells = widget.content.model.toJSON().cells.filter((cell) => cell.cell_type === 'code');
   const failed = cells.some((cell) => cell.outputs.some((output) => output.output_type === 'error'));
   const idle = widget.sessionContext.session?.kernel?.status === 'idle';
   return idle && (failed || cells.every((cell) => cell.execution_count));
-}"""
+}}"""
 # What is drawn on the explorer's canvas: a sum of its pixels after every drawing, the key press and the first drawing
 # after it that differs. The page times both, so neither the test's polling nor its pipe to the browser counts.
 _WATCH = """() => {
@@ -109,36 +110,43 @@ class Lab:
 
 
 class Notebook:
-    """One notebook in a browser tab."""
+    """One notebook in a browser tab of its own, or beside others in the JupyterLab of ``page``."""
 
-    def __init__(self, context: Any, lab: Lab, name: str):
-        self.page, self.name, self.problems = context.new_page(), name, []
+    def __init__(self, context: Any, lab: Lab, name: str, page: Any = None):
+        self.page, self.name, self.problems = page or context.new_page(), name, []
         self.page.on("pageerror", lambda error: self.problems.append(f"page error: {error}"))
         self.page.on("request", self._look)
-        self.page.goto(f"{lab.url}lab/workspaces/{Path(name).stem}/tree/{name}?reset&token={lab.token}")
+        if page is None:
+            self.page.goto(f"{lab.url}lab/workspaces/{Path(name).stem}/tree/{name}?reset&token={lab.token}")
+        else:
+            self.command("docmanager:open", path=name, factory="Notebook")
+        self.page.wait_for_function(_READY, arg=name, timeout=90_000)
 
     def _look(self, request: Any) -> None:
         if not request.url.startswith(("http://127.0.0.1:", "ws://127.0.0.1:", "data:", "blob:")):
             self.problems.append(f"request to {request.url}")
 
-    def ready(self) -> None:
-        self.page.wait_for_function(_READY, timeout=90_000)
-
-    def command(self, name: str) -> None:
+    def command(self, name: str, **arguments: str) -> None:
         # Braces: the command's promise may never settle, and returning it would hang the call.
-        self.page.evaluate(f"() => {{ window.jupyterapp.commands.execute('{name}') }}")
+        call = "([name, arguments]) => { window.jupyterapp.commands.execute(name, arguments) }"
+        self.page.evaluate(call, [name, arguments])
 
     def run_all(self) -> None:
         self.command("notebook:run-all-cells")
 
-    def finished(self, limit_s: float = 90.0) -> list[dict[str, Any]]:
+    def finished(self, limit_s: float = 240.0) -> list[dict[str, Any]]:
         """The code cells with their outputs, once all have run or one has failed."""
-        self.page.wait_for_function(RAN, timeout=1000 * limit_s)
+        self.page.wait_for_function(RAN, arg=self.name, timeout=1000 * limit_s)
         return self.cells()
 
     def cells(self) -> list[dict[str, Any]]:
-        found = self.page.evaluate("() => window.jupyterapp.shell.currentWidget.content.model.toJSON().cells")
+        found = self.page.evaluate(f"(name) => {_WIDGET}.content.model.toJSON().cells", self.name)
         return [cell for cell in found if cell["cell_type"] == "code"]
+
+    def close(self) -> None:
+        """Give the kernel back and leave the page to the next notebook."""
+        leave = f"async (name) => {{ const w = {_WIDGET}; await w.sessionContext.shutdown(); w.dispose(); }}"
+        self.page.evaluate(leave, self.name)
 
     def shot(self, name: str) -> None:
         SHOTS.mkdir(parents=True, exist_ok=True)

@@ -88,28 +88,23 @@ def browser(folder):
         context.close()
 
 
-def opened(browser, lab, name) -> Notebook:
-    notebook = Notebook(browser, lab, f"{name}.ipynb")
-    notebook.ready()
-    return notebook
-
-
 @pytest.fixture(scope="module")
 def ran(browser, lab):
-    """Every notebook of the project: name -> its cells and problems."""
-    found = {}
-    # Two at a time: one loads in the browser while the other computes.
+    """Every notebook of the project, two at a time in one JupyterLab: name -> its cells and problems."""
+    found, page = {}, None
     for start in range(0, len(NOTEBOOKS), 2):
-        tabs = [opened(browser, lab, name) for name in NOTEBOOKS[start : start + 2]]
+        tabs = []
+        for name in NOTEBOOKS[start : start + 2]:
+            tabs.append(Notebook(browser, lab, f"{name}.ipynb", page))
+            tabs[-1].run_all()
+            page = tabs[-1].page
+        for tab, name in zip(tabs, NOTEBOOKS[start : start + 2], strict=True):
+            found[name] = (tab.finished(), tab.problems)
+            tab.command("docmanager:open", path=tab.name, factory="Notebook")
+            tab.shot(name)
         for tab in tabs:
-            tab.run_all()
-        for tab in tabs:
-            cells = tab.finished()
-            tab.page.bring_to_front()
-            tab.shot(tab.name.removesuffix(".ipynb"))
-            found[tab.name.removesuffix(".ipynb")] = (cells, tab.problems)
-            tab.command("notebook:shutdown-kernel")
-            tab.page.close()
+            tab.close()
+    page.close()
     return found
 
 
@@ -135,7 +130,7 @@ def test_token_is_wanted(lab):
 
 @pytest.fixture(scope="module")
 def explorer(browser, lab):
-    tab = opened(browser, lab, "explorer")
+    tab = Notebook(browser, lab, "explorer.ipynb")
     tab.run_all()
     assert errors(tab.finished()) == []
     return Explorer(tab)
@@ -211,7 +206,7 @@ def test_every_control_changes_the_picture(explorer):
 def test_a_kernel_that_restarts_brings_the_explorer_back(explorer):
     explorer.tab.command("notebook:restart-run-all")
     explorer.page.locator(".jp-Dialog .jp-mod-accept").click()
-    explorer.tab.page.wait_for_function(f"() => !({RAN})()")
+    explorer.tab.page.wait_for_function(f"(name) => !({RAN})(name)", arg=explorer.tab.name)
     assert errors(explorer.tab.finished()) == []
     again = Explorer(explorer.tab)
     assert len(again.readout()) == 3
@@ -219,7 +214,7 @@ def test_a_kernel_that_restarts_brings_the_explorer_back(explorer):
 
 
 def test_keyboard_alone_reaches_everything_and_exports(browser, lab, folder):
-    tab = opened(browser, lab, "keyboard")
+    tab = Notebook(browser, lab, "keyboard.ipynb")
     tab.run_all()
     assert errors(tab.finished()) == []
     explorer = Explorer(tab)
@@ -262,7 +257,7 @@ def narrow(tab: Notebook, explorer: Explorer) -> None:
 
 
 def test_a_sweep_from_a_cell_shows_progress_stops_and_resumes(browser, lab):
-    tab = opened(browser, lab, "sweep")
+    tab = Notebook(browser, lab, "sweep.ipynb")
     tab.run_all()
     tab.page.wait_for_function("() => /[2-9]\\/10/.test(document.querySelector('.jp-OutputArea')?.innerText ?? '')")
     tab.shot("sweep_progress")
