@@ -1,6 +1,6 @@
 """How long from a key on a control of the explorer to the new picture, in JupyterLab and a real Chromium.
 
-    python benchmarks/explorer_latency.py [--presses 8] [--data DIR]
+    python -m benchmarks.explorer_latency [--presses 8] [--data DIR]
 
 On the committed data by default. Each control is moved with the arrow keys, forth and back; the page times the key
 press and the frame in which the canvas differs. Prints median and worst per control, in ms; the first press at a new

@@ -199,7 +199,7 @@ def test_every_control_changes_the_picture(explorer):
     assert "was not measured" in explorer.text("readout")
     SHOTS.mkdir(parents=True, exist_ok=True)
     (SHOTS / "explorer_waits_ms.json").write_text(json.dumps(waits, indent=1))
-    # The aim is 300 ms on two idle cores; this machine may be busy. `benchmarks/explorer_latency.py` measures.
+    # The aim is 300 ms on two idle cores; this machine may be busy. `python -m benchmarks.explorer_latency` measures.
     assert statistics.median(wait for *_, wait in waits) < 1500
 
 

@@ -26,7 +26,6 @@ th, td { padding: 2px 9px; border-bottom: 1px solid #e4e4e4; text-align: right; 
 """
 _SUMMARY = ("notebook", "status", "cell", "seconds", "error")
 _SOURCE = ("file", "device", "driver", "commit", "sha256")
-_DIGITS = 12  # of a commit or digest; whole ones stand in the sidecars of the figures
 
 
 def write_report(folder: Path, verdicts: Sequence[Verdict], *, preset: str, figures_dir: Path) -> Path:
@@ -36,17 +35,13 @@ def write_report(folder: Path, verdicts: Sequence[Verdict], *, preset: str, figu
     for verdict in verdicts:
         parts += [f"<h2>{html.escape(verdict.notebook)}</h2>", *_section(folder, verdict, records[verdict.notebook])]
     sources = {source["run_id"]: source for found in records.values() for _, record in found for source in record}
-    rows = [[_short(name, source.get(name)) for name in _SOURCE] for source in sources.values()]
+    digits = {"commit": 12, "sha256": 12}  # whole ones stand in the sidecars of the figures
+    rows = [[str(source.get(name) or "unknown")[: digits.get(name)] for name in _SOURCE] for source in sources.values()]
     parts += ["<h2>Where the numbers come from</h2>", _table(_SOURCE, rows) if rows else "<p>No figure was saved.</p>"]
     parts += ["<h2>Commands</h2>", f"<pre>{html.escape(_commands(folder, verdicts))}</pre>"]
     head = f"<title>labkit batch: {html.escape(preset)}</title><style>{_STYLE}</style>"
     page = f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">{head}</head><body>{"".join(parts)}'
     return paths.write_whole(folder / "report.html", f"{page}<p>labkit {__version__}</p></body></html>\n".encode())
-
-
-def _short(name: str, value: Any) -> str:
-    text = str(value or "unknown")
-    return text[:_DIGITS] if name in ("commit", "sha256") else text
 
 
 def _figures_of(notebook: str, folder: Path) -> list[tuple[Path, list[dict[str, Any]]]]:

@@ -132,12 +132,12 @@ class ExplorerWidget(widgets.VBox):
             self._add(name, widgets.SelectionSlider(value=getattr(choice, name), **look))
         at = [(format_tokens(value), value) for value in explorer.values("context_len")]
         self._add("context_len", widgets.SelectionSlider(options=at, value=choice.context_len, description="context"))
-        whole = (at[0][1], at[-1][1])
-        self._add("context_range", widgets.SelectionRangeSlider(options=at, value=whole, description="crossings in"))
+        self._whole = (at[0][1], at[-1][1])
+        span = widgets.SelectionRangeSlider(options=at, value=self._whole, description="crossings in")
+        self._add("context_range", span)
         modes = [_MEASURED, _TYPED] if len(explorer.acceptance) else [_TYPED]
-        typed = choice.acceptance_length is not None
-        mode = widgets.Dropdown(options=modes, value=modes[-1 if typed else 0], description="acceptance")
-        self._add("acceptance", mode)
+        mode = modes[-1 if choice.acceptance_length else 0]
+        self._add("acceptance", widgets.Dropdown(options=modes, value=mode, description="acceptance"))
         length, *bounds = choice.acceptance_length or usual_length(choice.num_speculative_tokens)
         largest = 1.0 + max(explorer.values("num_speculative_tokens"))
         scale: dict[str, Any] = {"min": 1.0, "max": largest, "step": 0.05, "readout_format": ".2f"}
@@ -163,9 +163,8 @@ class ExplorerWidget(widgets.VBox):
         finally:
             self._hushed = False
         value = {name: control.value for name, control in self.controls.items()}
-        whole = (self.controls["context_range"].options[0][1], self.controls["context_range"].options[-1][1])
         own = {name: value[name] for name in value if name in asdict(self.choice)}
-        span = None if value["context_range"] == whole else value["context_range"]
+        span = None if value["context_range"] == self._whole else value["context_range"]
         own |= {"pairings": tuple(value["pairings"]), "context_range": span, "acceptance_length": typed}
         self.choice = replace(self.choice, **own)
         self.redraw()
