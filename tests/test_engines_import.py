@@ -635,6 +635,6 @@ def test_no_torch():
 def test_clean_leaves_other_json_alone():
     assert clean('{"log": 3, "x": 1}') == '{"log": 3, "x": 1}'
     with contextlib.closing(io.BytesIO()):
-        assert clean("\x1b[1mbold\x1b[0m") == "bold"
+        assert clean(json.dumps({"log": "\x1b[1mbold\x1b[0m\n"})) == "bold"
     with pytest.raises(InputError):
         Input("no/such/file")

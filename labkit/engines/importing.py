@@ -1,7 +1,6 @@
 """From files to records: which format a line or document has, in one pass and bounded memory."""
 
 import itertools
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,16 +12,12 @@ from labkit.engines.reading import MAX_DOCUMENT_BYTES, MAX_LOG_CHARACTERS, Input
 from labkit.engines.record import Record
 from labkit.engines.roles import resolve_roles
 from labkit.engines.server import Server
-from labkit.engines.tables import formats, labelled, match_json, number, numbers, objects
+from labkit.engines.tables import formats, match_json, number, numbers, objects, pairs
 from labkit.errors import InputError
 
 ENGINES = ("auto", "sglang", "vllm", "llamacpp", "trtllm", "aiperf", "guidellm", "llamabenchy", "specforge", "mlx-vlm")
-# Lines without any of these are passed over outside a console block: most lines of a server's log.
-_INTERESTING = re.compile(
-    rb"^\s*(?:\{|\[\{|data: \{|sglang:|vllm:|llamacpp:|trtllm_)|batch|etrics: |throughput: |KV cache size|eval time"
-    rb"|acceptance|statistics |\||backend|version|build: |server_args|args: |with config:|implementation|NVIDIA|RTX "
-    rb"|Serving Bench|total_num_out|n_draft|\[AL\]"
-)
+_SAMPLES = ("sglang:", "vllm:", "llamacpp:", "trtllm_")
+_JSON = ("{", "[{", "data: {")
 
 
 class Reader:
@@ -33,20 +28,22 @@ class Reader:
             raise InputError(f"engine: wanted one of {', '.join(ENGINES)}, got {engine!r}")
         self.engine, self.metrics, self.notes = engine, MetricsPages(), list[str]()
         self._lines = [item for item in formats("labels", "regex") if engine in ("auto", item.engine)]
+        self._marks = [item.mark for item in formats("block")]
         self._start(Server())
 
     def _start(self, server: Server) -> None:
         self.server, self._blocks, self._graphs = server, clients.Blocks(), set[bool]()
         self._logs: dict[str, Any] = {"sglang": sglang.Log(server), "vllm": vllm.Log(), "llamacpp": llamacpp.Log()}
 
-    def read(self, path: str | Path, server: Server | None = None) -> Iterator[Record]:
-        """Records of one file. ``server``: facts that hold for several files of one server.
+    def read(self, path: str | Path, server: Server | None = None, sampled: bool = False) -> Iterator[Record]:
+        """Records of one file. ``server``: facts that hold for several files of one server; ``sampled``: of a long log
+        a stated part (`Input.lines`).
 
         Raises InputError: no such file, broken JSON, a gzip bomb.
         """
         source = Input(path)
         try:
-            yield from self._checked(self._records(source), server)
+            yield from self._checked(self._records(source, sampled), server)
         finally:
             source.close()
             self.notes += [f"{source.name}: {note}" for note in source.notes]
@@ -70,12 +67,12 @@ class Reader:
                 record.backend = backend
                 yield checks.check(record, imposed=facts.imposed, graphs=self._graphs)
 
-    def _records(self, source: Input) -> Iterator[Record]:
+    def _records(self, source: Input, sampled: bool) -> Iterator[Record]:
         start = source.start().lstrip()
         first, _, rest = start.partition(b"\n")
         opened = first[:1] == b"{" or (first[:1] == b"[" and first[1:2] in b'[{"')
         if not opened or (first.rstrip().endswith((b"}", b"]")) and rest):
-            yield from self._of_lines(source.lines(self._wanted), source.name)
+            yield from self._of_lines(source.lines(sampled), source.name)
             return
         data = b""
         while (chunk := source.read(1 << 20)) and len(data) <= MAX_DOCUMENT_BYTES:
@@ -89,31 +86,34 @@ class Reader:
             self.notes.append(f"{source.name}: no whole JSON value (cut off or nested too deep); read line by line")
             yield from self._of_lines(enumerate(text.splitlines(), start=1), source.name)
 
-    def _wanted(self, line: bytes) -> bool:
-        access = b"HTTP/1" in line and line[:1] != b"{"  # a web server's access line
-        return bool(self._blocks.start) or (not access and _INTERESTING.search(line) is not None)
-
-    def _of_lines(self, lines: Iterable[tuple[int, str]], name: str) -> Iterator[Record]:
-        for line, text in lines:
-            content = load_json(text.removeprefix("data: ")) if text.startswith(("{", "data: {", "[{")) else None
-            if content is not None:
+    def _of_lines(self, lines: Iterable[tuple[int, str] | None], name: str) -> Iterator[Record]:
+        for numbered in lines:
+            if numbered is None:  # what follows does not join what came before
+                for log in self._logs.values():
+                    log.forget()
+                continue
+            line, text = numbered
+            if text.startswith(_JSON) and (content := load_json(text.removeprefix("data: "))) is not None:
                 yield from self._of_json(content, f"{name}:{line}")
-            else:
-                yield from self._of_line(text[:MAX_LOG_CHARACTERS], f"{name}:{line}")
+            elif records := self._of_line(text[:MAX_LOG_CHARACTERS], name, line):
+                yield from records
 
     def _at_end(self) -> Iterator[Record]:
         yield from self._logs["sglang"].ready(at_end=True)
         yield from self._blocks.flush()
         yield from self.metrics.flush()
 
-    def _of_line(self, text: str, place: str) -> list[Record]:
-        if SAMPLE.match(text):
-            return self.metrics.feed(text, place)
+    def _of_line(self, text: str, name: str, line: int) -> list[Record]:
+        """Records that a line completes. Most lines of a log are none of ours: plain tests of texts come first."""
         for item in self._lines:
-            if match := item.pattern.search(text):
-                values = match.groupdict() if item.read == "regex" else labelled(text[match.end() :])
-                return getattr(self._logs[item.engine], item.then)(item.record(values, place), values, text)
-        return [] if self.server.take_line(text) else self._blocks.feed(text, place)
+            if item.has in text and (match := item.pattern.search(text)):
+                values = match.groupdict() if item.read == "regex" else pairs(text[match.end() :])
+                return getattr(self._logs[item.engine], item.then)(item.record(values, f"{name}:{line}"), values, text)
+        if text.startswith(_SAMPLES) and SAMPLE.match(text):
+            return self.metrics.feed(text, f"{name}:{line}")
+        if not self.server.take_line(text) and (self._blocks.start or any(mark in text for mark in self._marks)):
+            return self._blocks.feed(text, f"{name}:{line}")
+        return []
 
     def _of_json(self, content: Any, place: str) -> Iterator[Record]:
         """Records of every known object inside a JSON value; the outermost object that matches wins."""

@@ -17,6 +17,10 @@ class Log:
         self.slots: dict[str, dict[str, float]] = {}
         self.totals: dict[str, Record] = {}
 
+    def forget(self) -> None:
+        """Lines were passed over: requests that were open may have ended there."""
+        self.slots = {}
+
     def part(self, record: Record, values: Mapping[str, str], text: str) -> list[Record]:
         """A prompt or eval line, kept for the draft line that follows."""
         self.slots.setdefault(_slot(text), {}).update(record.details)

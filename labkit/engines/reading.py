@@ -10,7 +10,7 @@ import json
 import re
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,10 @@ from labkit.progress import progress
 MAX_LINE_BYTES = 32 << 20  # one JSON line with the details of every request may be long
 MAX_LOG_CHARACTERS = 1 << 15  # no engine prints a longer log line; patterns never see more
 MAX_DOCUMENT_BYTES = 32 << 20
+BLOCK_BYTES, HEAD_MIB, TAIL_MIB = 1 << 20, 8, 24
+_SAMPLED = f"the first {HEAD_MIB} MiB and evenly spread MiB of the rest; labkit import reads all"
 MAX_EXPANSION, FREE_EXPANSION_BYTES, _PROGRESS_BYTES = 200, 1 << 28, 64 << 20
-_ANSI = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]{0,256}(?:\x07|\x1b\\)")
+_ANSI = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b\n]{0,256}(?:\x07|\x1b\\)")
 _ENVELOPES = ("log", "MESSAGE")  # docker's json-file driver; journalctl -o json
 _DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile)
 
@@ -70,7 +72,7 @@ class Input:
         self.file: Any = gzip.GzipFile(fileobj=self._raw) if self._gzip else self._raw
         if (encoding := _UTF16.get(self.start(2))) is not None:  # as PowerShell writes what is redirected
             self.file = io.BufferedReader(_Recoded(self.file, encoding), 1 << 20)
-        self._expanded, self._shown = 0, 0
+        self._expanded, self._shown, self._part = 0, 0, (-1, 0)
         self._bar = progress(self.size >> 20, f"read {Path(path).name} MiB") if self.size > _PROGRESS_BYTES else None
 
     def start(self, size: int = 1 << 16) -> bytes:
@@ -80,20 +82,22 @@ class Input:
         except _DAMAGED as error:
             raise InputError(f"{self.name}: wanted a gzip file, got {error}") from error
 
-    def read(self, size: int, line: bool = False) -> bytes:
-        """Some bytes, at most ``size``, or one line when asked; b"" at the end or where a gzip file is cut off.
+    def read(self, size: int) -> bytes:
+        """Some bytes, at most ``size``; b"" at the end or where a gzip file is cut off.
 
         Raises InputError for a gzip file that expands beyond reason.
         """
         try:
-            data = self.file.readline(size) if line else self.file.read1(size)
+            data = self.file.read1(size)
         except _DAMAGED as error:
             self.notes.append(f"the gzip file is damaged or cut off ({error}); what came before it was read")
             return b""
         self._expanded += len(data)
         if self._gzip and self.size and self._expanded > max(FREE_EXPANSION_BYTES, MAX_EXPANSION * self.size):
             raise InputError(f"{self.name}: expands more than {MAX_EXPANSION} times; wanted a log, not a gzip bomb")
-        if self._bar is not None and (done := self._raw.tell() >> 20) > self._shown:
+        if self._bar is None and not self.size and self._expanded > _PROGRESS_BYTES:
+            self._bar = progress(None, f"read {self.name} MiB")
+        if self._bar is not None and (done := (self._raw.tell() if self.size else self._expanded) >> 20) > self._shown:
             self._bar.update(done - self._shown)
             self._shown = done
         return data
@@ -104,30 +108,57 @@ class Input:
             self._bar.close()
         self._raw.close()
 
-    def lines(self, wanted: Callable[[bytes], object]) -> Iterator[tuple[int, str]]:
-        """Line number from 1, and text without colour and envelope, of the wanted lines.
+    def lines(self, sampled: bool = False) -> Iterator[tuple[int, str] | None]:
+        """Line number from 1, and text without colour and envelope; None where lines were passed over.
 
         A carriage return inside a line (progress bars) ends a part of it. Lines above ``MAX_LINE_BYTES`` are dropped
-        and named in `notes`.
+        and named in `notes`. ``sampled``: long inputs are read in part (`_due`), which `notes` tells.
         """
-        number = 0
-        while line := self.read(MAX_LINE_BYTES, line=True):
-            number += 1
-            if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
-                while (rest := self.read(1 << 20, line=True)) and not rest.endswith(b"\n"):
-                    pass
+        number, rest, passing, passed, data = 1, b"", False, 0, b"\n"
+        while data:
+            place = self._expanded
+            block = data = self.read(BLOCK_BYTES)
+            if sampled and data and not self._due(place):
+                yield None
+                rest, passing, passed, number = b"", True, passed + len(data), number + data.count(b"\n")
+                continue
+            if passing:  # to the end of a line that began in what was left out
+                _, end, block = data.partition(b"\n")
+                passing, number = not end, number + len(end)
+            rest += block
+            cut = rest.rfind(b"\n") + 1 if data else len(rest)
+            whole, rest = rest[:cut].decode("utf-8", "replace"), rest[cut:]
+            for line in _ANSI.sub("", whole).removesuffix("\n").split("\n") if cut else ():
+                for part in line.rstrip("\r").split("\r") if "\r" in line else (line,):
+                    yield number, clean(part)
+                number += 1
+            if len(rest) > MAX_LINE_BYTES:
                 self.notes.append(f"line {number} is longer than {MAX_LINE_BYTES >> 20} MiB and was left out")
-                continue
-            if not wanted(line):
-                continue
-            for part in line.rstrip(b"\r\n").split(b"\r"):
-                yield number, clean(part.decode("utf-8", "replace"))
+                rest, passing = b"", True
+        if passed:
+            read, share = (self._expanded - passed) >> 20, 1 - passed / self._expanded
+            self.notes.append(f"{read} of {self._expanded >> 20} MiB were read ({share:.0%}): {_SAMPLED}")
+
+    def _due(self, place: int) -> bool:
+        """Whether what starts at this byte is read where a long input is read in part.
+
+        The first `HEAD_MIB`; then of a file the first MiB of each of `TAIL_MIB` equal parts, of standard input, whose
+        length nobody knows, ever fewer.
+        """
+        index = place >> 20
+        if index < HEAD_MIB or (not self._gzip and 0 < self.size <= (HEAD_MIB + TAIL_MIB) << 20):
+            return True
+        if not self.size:
+            return index % (1 << (index // HEAD_MIB).bit_length()) == 0
+        part = self._raw.tell() * TAIL_MIB // self.size
+        if part != self._part[0]:
+            self._part = part, index
+        return index == self._part[1]
 
 
 def clean(text: str) -> str:
-    """A line without colour, and without the JSON that docker or journald put around it."""
-    text = _ANSI.sub("", text) if "\x1b" in text else text
-    if text.startswith("{") and any(f'"{name}"' in text[:4096] for name in _ENVELOPES):
+    """A line without the JSON that docker or journald put around it, and without colour inside of that."""
+    if text[:1] == "{" and any(f'"{name}"' in text[:4096] for name in _ENVELOPES):
         content = load_json(text)
         found = content if isinstance(content, dict) else {}
         inner = [found[name] for name in _ENVELOPES if isinstance(found.get(name), str)]

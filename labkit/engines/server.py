@@ -45,14 +45,14 @@ class Server:
 
     def take_line(self, text: str) -> bool:
         """Look at one log line; whether it told something."""
-        if gpu := _GPU.search(text):
+        if ("NVIDIA " in text or "RTX " in text) and (gpu := _GPU.search(text)):
             self.gpu = (gpu[1] or gpu[2]).strip()
         for mark, engine in _ARGUMENT_LINES.items():
             if mark in text:
                 self.engine = engine
                 self.take_args(arguments(text.partition(mark)[2]))
         for item in formats("server"):
-            if match := item.pattern.search(text):
+            if item.has in text and (match := item.pattern.search(text)):
                 self.engine, self.changes = item.engine, self.changes + 1
                 for name, value in match.groupdict().items():
                     if name == "version":

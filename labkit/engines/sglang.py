@@ -3,9 +3,8 @@
 import functools
 import math
 import re
-import statistics
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
@@ -37,21 +36,32 @@ def rate_forms(length: float, rate: float, rows: range) -> frozenset[tuple[str, 
 
 
 class _Rank:
-    """What one rank has printed since its last decode line."""
+    """What one rank has printed since its last decode line, and its usual steps by octave of cached tokens."""
+
+    __slots__ = ("cached_tokens", "from_idle", "last", "num_recent", "prefill_lines", "recent")
 
     def __init__(self) -> None:
+        self.recent: dict[int, deque[float]] = {}
+        self.num_recent = 0  # windows to compare with
+        self.restart(None)
+
+    def restart(self, now: datetime | None) -> None:
+        """A decode line ends the window: nothing has been printed since."""
         self.prefill_lines = self.cached_tokens = self.from_idle = 0.0
-        self.recent: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=9))  # by octave of cached tokens
-        self.last: datetime | None = None
+        self.last = now
 
     def usual(self, octave: int) -> tuple[float, float]:
         """The usual step near this many cached tokens (0: none yet), and how many times more tokens this is."""
-        near = min(self.recent, key=lambda key: abs(key - octave), default=octave)
-        return statistics.median(self.recent.get(near) or [0.0]), 2.0 ** (octave - near)
+        near = octave if octave in self.recent else min(self.recent, key=lambda key: abs(key - octave), default=octave)
+        steps = sorted(self.recent.get(near) or (0.0,))
+        return steps[len(steps) // 2], 2.0 ** (octave - near)
 
-    def num_recent(self) -> int:
-        """Windows to compare with."""
-        return sum(map(len, self.recent.values()))
+    def add(self, octave: int, step: float) -> None:
+        """One more steady window."""
+        if octave not in self.recent:
+            self.recent[octave] = deque(maxlen=9)
+        self.recent[octave].append(step)
+        self.num_recent += 1
 
 
 class Log:
@@ -60,6 +70,19 @@ class Log:
     def __init__(self, server: Server):
         self.server, self.forms, self.pending = server, frozenset[tuple[str, int]](), list[Record]()
         self.ranks: dict[str, _Rank] = defaultdict(_Rank)
+        self._seen: tuple[int, int | None, int | None] = (-1, None, None)
+
+    def forget(self) -> None:
+        """Lines were passed over: what ran before the next decode line is unknown."""
+        for rank in self.ranks.values():
+            rank.restart(None)
+
+    def _given(self) -> tuple[int | None, int | None]:
+        """Draft tokens, root counted, and depth by the server's arguments."""
+        if self._seen[0] != self.server.changes:
+            rows = self.server.number("speculative_num_draft_tokens")
+            self._seen = self.server.changes, rows, speculative_tokens(self.server)
+        return self._seen[1:]
 
     def prefill_line(self, record: Record, values: Mapping[str, str], text: str) -> list[Record]:
         """Remember that prefill ran, from the cache or not, and whether nothing was decoding."""
@@ -85,7 +108,7 @@ class Log:
             record.details["printed_accept_rate"] = rate
         self._window(record, self.ranks[rank])
         self.pending.append(record)
-        return list(self.ready())
+        return self.ready()
 
     def _window(self, record: Record, rank: _Rank) -> None:
         """What this window holds besides steady decoding: prefill, idle time, a stall."""
@@ -96,42 +119,48 @@ class Log:
         step = 1000 * batch * length / rate if batch and rate and length else None
         octave = round(math.log2(max(record.details.get("kv_tokens", 0), 1)))
         usual, growth = rank.usual(octave)  # a step grows at most as the tokens that it reads
+        steady = not rank.from_idle
         if rank.from_idle:
             _idle(record)
         elif step and usual and step > _STALL * usual * max(growth, 1):
-            record.details["stalled"] = True
+            record.details["stalled"], steady = True, False
             record.warn(f"this window took {step / usual:.0f} times the usual step: idle or stalled time is in it")
-        elif step and usual and rank.num_recent() == 1 and usual > _STALL * step * max(1 / growth, 1) and self.pending:
+        elif step and usual and rank.num_recent == 1 and usual > _STALL * step * max(1 / growth, 1) and self.pending:
             _idle(self.pending[0])  # the first line of a log has nothing before it to compare with
-            rank.recent.clear()
-        if step and not record.details.get("stalled") and not record.details.get("after_idle"):
-            rank.recent[octave].append(step)
+            rank.recent, rank.num_recent = {}, 0
+        if step and steady:
+            rank.add(octave, step)
         now = _moment(record.time)
-        silence = (now - rank.last).total_seconds() if now and rank.last else 0
-        if silence > _SILENT_S and record.prefill_mixed:
+        if record.prefill_mixed and now and rank.last and (silence := (now - rank.last).total_seconds()) > _SILENT_S:
             record.details["silent_s"] = silence
             record.warn(f"no decode line for {silence:.0f} s while prefill ran: decoding was starved, means hide it")
-        rank.prefill_lines, rank.cached_tokens, rank.from_idle, rank.last = 0, 0, 0, now
+        rank.restart(now)
 
-    def ready(self, at_end: bool = False) -> Iterator[Record]:
+    def ready(self, at_end: bool = False) -> list[Record]:
         """Settle the rate form by the waiting lines; give out what needs no further lines."""
-        given = self.server.number("speculative_num_draft_tokens")
+        rows, waiting = self._given()[0], False
         for record in self.pending:
             rate = record.details.get("printed_accept_rate")
+            waiting = waiting or rate is not None
             if rate is not None and "fits" not in record.details:
-                sizes = [given] if given else [n for _, n in self.forms] if len(self.forms) == 1 else None
-                length = record.mean_acceptance_length or 0
-                found = (fit for n in sizes or () for fit in rate_forms(length, rate, range(n, n + 1)))
-                fits = frozenset(found) or rate_forms(length, rate, range(2, 0 if given else 65))
-                record.details["fits"] = fits
-                self.forms = (self.forms & fits) or fits or self.forms
-        undecided = len(self.forms) > 1 and any("fits" in record.details for record in self.pending)
-        alone = len(self.pending) == 1 and not any(rank.num_recent() > 1 for rank in self.ranks.values())
-        if at_end or len(self.pending) >= _MAX_PENDING or not (undecided or alone):
-            waiting, self.pending = self.pending, []
-            yield from (self._settle(record, given) for record in waiting)
+                self._fit(record, rate, rows)
+        undecided = waiting and len(self.forms) > 1
+        alone = len(self.pending) == 1 and not any(rank.num_recent > 1 for rank in self.ranks.values())
+        if not (at_end or len(self.pending) >= _MAX_PENDING) and (undecided or alone):
+            return []
+        done, self.pending = self.pending, []
+        return [self._settle(record) for record in done]
 
-    def _settle(self, record: Record, given: int | None) -> Record:
+    def _fit(self, record: Record, rate: float, rows: int | None) -> None:
+        """Which forms of the rate this line leaves."""
+        length, fits = record.mean_acceptance_length or 0, frozenset[tuple[str, int]]()
+        if size := rows or (next(iter(self.forms))[1] if len(self.forms) == 1 else None):
+            fits = rate_forms(length, rate, range(size, size + 1))
+        record.details["fits"] = fits = fits or rate_forms(length, rate, range(2, 0 if rows else 65))
+        self.forms = (self.forms & fits) or fits or self.forms
+
+    def _settle(self, record: Record) -> Record:
+        given, depth = self._given()
         fits, rate = record.details.pop("fits", None), record.details.get("printed_accept_rate")
         if record.details.get("plain"):
             return record.derive()
@@ -152,7 +181,7 @@ class Log:
         k, length = record.num_speculative_tokens, record.mean_acceptance_length
         if k and length and record.draft_acceptance_rate is None and fits != set():
             record.draft_acceptance_rate = (length - 1) / k
-        if k and (depth := speculative_tokens(self.server)) and depth < k:  # of a tree one path is kept
+        if k and depth and depth < k:  # of a tree one path is kept
             record.details["draft_depth"] = depth
         return record.derive()
 

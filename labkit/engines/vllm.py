@@ -20,6 +20,10 @@ class Log:
         self.totals: Record | None = None
         self.kv_tokens: float | None = None
 
+    def forget(self) -> None:
+        """Lines were passed over: the throughput lines before that belong to no line after it."""
+        self.companions = {}
+
     def v1(self, record: Record, values: Mapping[str, str], text: str) -> list[Record]:
         """A window; steps, k and the bonus are settled by arithmetic."""
         settle_v1(record, number(values.get("Mean acceptance length")))
