@@ -45,7 +45,7 @@ def say(text: str) -> None:
 
 
 def progress(total: int | None, label: str = "sweep", *, initial: int = 0, every_s: float = 10.0) -> Progress:
-    """A counter of ``total`` points (None: unknown), ``initial`` of them done: ``update()`` after each, ``close()`` at last.
+    """A counter of ``total`` points (None: unknown), ``initial`` done: ``update()`` after each, ``close()`` at last.
 
     In a notebook a widget bar, on a terminal a text bar, else one line per ``every_s`` seconds
     (``sweep 40/400 00:12 eta 01:50``) and one at the end.

@@ -18,7 +18,7 @@ def check(record: Record, *, imposed: bool = False, graphs: set[bool] | None = N
         graphs.add(record.cuda_graph)
         if len(graphs) == 2:
             record.warn("eager and graph mixed: some windows of this file ran without a CUDA graph, others with one")
-    for text in (*_counts(record), *_timing(record)):
+    for text in (*_counts(record), *(_timing(record) if record.scope != "window" else ()), *_load(record)):
         record.warn(text)
     return record
 
@@ -90,11 +90,16 @@ def _timing(record: Record) -> Iterator[str]:
         yield f"first request apart: TTFT {first:.0f} ms, then {rest:.0f} ms (median); the first one compiled or loaded"
     if mean and median and mean > 1.3 * median:
         yield f"mean TTFT {mean:g} ms is {mean / median:.1f} times the median: first requests compiled, show them apart"
-    if record.prefill_mixed and record.scope == "window":
-        yield "prefill-mixed window: prefill ran between this line and the one before; no step time from it"
     usual, per_step = record.mean_acceptance_length or 1, details.get("tokens_per_iteration")
     if record.engine == "vllm" and record.scope == "run" and per_step and per_step > 2 * usual:
         yield f"prefill-mixed: {per_step:.1f} tokens per engine step, {usual:.1f} in decode; no tok/s from its ITL"
+
+
+def _load(record: Record) -> Iterator[str]:
+    """What else ran."""
+    details = record.details
+    if record.prefill_mixed and record.scope == "window":
+        yield "prefill-mixed window: prefill ran between this line and the one before; no step time from it"
     if details.get("num_queued"):  # 8
         yield f"{details['num_queued']:g} requests were waiting: throughput is limited by admission, TTFT by the queue"
     if details.get("cached_tokens"):

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from labkit.decide.diagnosis import degenerate_paths
-from labkit.decide.diagnosis import diagnose as diagnose_rows
 from labkit.engines.diagnose import diagnose, diagnose_trace, render
 from labkit.engines.importing import Reader, import_files, summary
 from labkit.engines.recipes import recipe
@@ -27,6 +25,7 @@ from labkit.rows import json_value
 
 MAX_PAGE_BYTES = 8 << 20
 KV_DTYPES = ("auto", "bfloat16", "bf16", "float16", "fp16", "half", "fp8", "fp8_e4m3", "fp8_e5m2", "float8_e4m3fn")
+_TEXTS = ("engine_version", "model", "warnings", "backend", "details")
 _PAGES = ("/get_server_info", "/server_info", "/metrics")
 
 
@@ -35,7 +34,11 @@ def run_import(arguments: argparse.Namespace) -> None:
     reader, clean = Reader(arguments.engine), redactor()
 
     def plain(item: Any) -> Any:
-        return clean(item if isinstance(item, dict) else item.to_dict())
+        if isinstance(item, dict):
+            return clean(item)
+        file, mark, line = item.place.rpartition(":")  # the other fields hold numbers and words of our tables
+        texts = {name: clean(value) for name in _TEXTS if (value := getattr(item, name))}
+        return item.to_dict() | texts | {"place": f"{clean(file)}{mark}{line}"}
 
     traces = [path for path in arguments.files if is_trace(path)]
     logs = [path for path in arguments.files if path not in traces]
@@ -95,8 +98,9 @@ def run_diagnose(arguments: argparse.Namespace) -> int:
         with tempfile.TemporaryDirectory() as folder:
             paths = _fetched(arguments.base_url, Path(folder)) if arguments.base_url else []
             paths += [arguments.file] if arguments.file else []
-            records = (record for path in paths for record in reader.read(path, server))
+            records = (record for path in paths for record in reader.read(path, server, sampled=True))
             found = diagnose(records, server, gpu=arguments.gpu, model=arguments.model, kv_dtype=arguments.kv_dtype)
+        found.warnings += reader.notes
         if not found.engine:
             raise InputError(f"{arguments.file}: no figures of a known engine; docs/importing.md lists what is read")
         content, lines = found.to_dict(), [render(found)]
@@ -114,6 +118,9 @@ def _is_run(path: Path) -> bool:
 
 def _diagnose_run(arguments: argparse.Namespace) -> int:
     """What explains the times of stored attention runs; 1 where a backend is neither healthy nor launch-bound."""
+    from labkit.decide.diagnosis import degenerate_paths  # pandas and plots, which no log needs
+    from labkit.decide.diagnosis import diagnose as diagnose_rows
+
     rows, sidecars = load_runs("attention", arguments.file), load_sidecars("attention", arguments.file)
     found = diagnose_rows(rows[rows["status"] == "ok"], sidecars)
     bad = degenerate_paths(found)

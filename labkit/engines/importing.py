@@ -1,7 +1,7 @@
 """From files to records: which format a line or document has, in one pass and bounded memory."""
 
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from labkit.engines.reading import MAX_DOCUMENT_BYTES, MAX_LOG_CHARACTERS, Input
 from labkit.engines.record import Record
 from labkit.engines.roles import resolve_roles
 from labkit.engines.server import Server
-from labkit.engines.tables import formats, match_json, number, numbers, objects, pairs
+from labkit.engines.tables import Layouts, formats, match_json, number, numbers, objects
 from labkit.errors import InputError
 
 ENGINES = ("auto", "sglang", "vllm", "llamacpp", "trtllm", "aiperf", "guidellm", "llamabenchy", "specforge", "mlx-vlm")
@@ -28,6 +28,7 @@ class Reader:
             raise InputError(f"engine: wanted one of {', '.join(ENGINES)}, got {engine!r}")
         self.engine, self.metrics, self.notes = engine, MetricsPages(), list[str]()
         self._lines = [item for item in formats("labels", "regex") if engine in ("auto", item.engine)]
+        self._layouts: dict[str, Layouts] = defaultdict(Layouts)
         self._marks = [item.mark for item in formats("block")]
         self._start(Server())
 
@@ -54,7 +55,7 @@ class Reader:
 
     def _checked(self, records: Iterator[Record], server: Server | None) -> Iterator[Record]:
         self._start(server or Server())
-        backend, changes = None, 0
+        backend, changes, imposed = None, -1, False
         for record in itertools.chain(records, self._at_end()):
             if self.engine in ("auto", record.engine):
                 facts = self.server
@@ -63,9 +64,9 @@ class Reader:
                 if facts.changes != changes:
                     roles = resolve_roles(facts).items()
                     backend = {n: None if role.backend == "unknown" else role.backend for n, role in roles} or None
-                    changes = facts.changes
+                    changes, imposed = facts.changes, facts.imposed
                 record.backend = backend
-                yield checks.check(record, imposed=facts.imposed, graphs=self._graphs)
+                yield checks.check(record, imposed=imposed, graphs=self._graphs)
 
     def _records(self, source: Input, sampled: bool) -> Iterator[Record]:
         start = source.start().lstrip()
@@ -107,7 +108,8 @@ class Reader:
         """Records that a line completes. Most lines of a log are none of ours: plain tests of texts come first."""
         for item in self._lines:
             if item.has in text and (match := item.pattern.search(text)):
-                values = match.groupdict() if item.read == "regex" else pairs(text[match.end() :])
+                rest = text[match.end() :]
+                values = match.groupdict() if item.read == "regex" else self._layouts[item.kind].read(rest)
                 return getattr(self._logs[item.engine], item.then)(item.record(values, f"{name}:{line}"), values, text)
         if text.startswith(_SAMPLES) and SAMPLE.match(text):
             return self.metrics.feed(text, f"{name}:{line}")

@@ -20,7 +20,7 @@ from labkit.progress import progress
 MAX_LINE_BYTES = 32 << 20  # one JSON line with the details of every request may be long
 MAX_LOG_CHARACTERS = 1 << 15  # no engine prints a longer log line; patterns never see more
 MAX_DOCUMENT_BYTES = 32 << 20
-BLOCK_BYTES, HEAD_MIB, TAIL_MIB = 1 << 20, 8, 24
+BLOCK_BYTES, HEAD_MIB, TAIL_MIB = 1 << 20, 6, 12
 _SAMPLED = f"the first {HEAD_MIB} MiB and evenly spread MiB of the rest; labkit import reads all"
 MAX_EXPANSION, FREE_EXPANSION_BYTES, _PROGRESS_BYTES = 200, 1 << 28, 64 << 20
 _ANSI = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b\n]{0,256}(?:\x07|\x1b\\)")

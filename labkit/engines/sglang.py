@@ -17,6 +17,7 @@ _PREFIX = re.compile(r"\[(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)[^\]]*?((?: [A-Z]+\d
 _MAX_PENDING, _STALL, _SILENT_S = 500, 5.0, 60
 OLD, STRICT = "length / draft tokens", "(length - 1) / (draft tokens - 1)"
 _BOTH = "accept rate fits both forms on these lines, so it is not used; server_args or another acceptance would decide"
+_DEFINITIONS = {form: f"{{}}; accept rate = {form}, decided by arithmetic" for form in (OLD, STRICT)}
 _COUNT_NAMES = {
     "num_accepted_tokens": ("spec_num_correct_drafts", "spec_accepted_drafts", "spec_accept_token_num"),
     "num_drafted_tokens": ("spec_num_proposed_drafts", "spec_proposed_drafts", "spec_draft_token_num"),
@@ -24,15 +25,28 @@ _COUNT_NAMES = {
 
 
 @functools.lru_cache(1 << 14)
-def rate_forms(length: float, rate: float, rows: range) -> frozenset[tuple[str, int]]:
-    """The forms of "accept rate", and draft tokens (root counted), that a printed pair of two decimals fits."""
+def rate_forms(length: float, rate: float, low: int, high: int) -> frozenset[tuple[str, int]]:
+    """The forms of "accept rate", and draft tokens low..high (root counted), that a pair of two decimals fits."""
     half, fits = 0.005 + 1e-9, set[tuple[str, int]]()
-    for n in rows:
+    for n in range(low, high + 1):
         if length <= n + half and abs(length / n - rate) <= half * (1 + 1 / n):
             fits.add((OLD, n))
         if n > 1 and length <= n + half and abs((length - 1) / (n - 1) - rate) <= half * (1 + 1 / (n - 1)):
             fits.add((STRICT, n))
     return frozenset(fits)
+
+
+@functools.lru_cache(1 << 12)
+def _decision(forms: frozenset[tuple[str, int]], fits: frozenset[tuple[str, int]]) -> tuple[str, int | None, str]:
+    """The one form that is left on this line, the draft tokens if one number is left, and a warning."""
+    names, sizes = {form for form, _ in forms & fits}, {size for _, size in forms & fits}
+    if not fits:
+        return "", None, "accept rate fits neither form with this accept len; the rate is not used"
+    if len(names) != 1:
+        return "", None, _BOTH if names else ""
+    (form,) = names
+    text = "accept rate is length / draft tokens (bonus in it); converted to (length - 1) / k" if form == OLD else ""
+    return form, sizes.pop() if len(sizes) == 1 else None, text
 
 
 class _Rank:
@@ -45,7 +59,7 @@ class _Rank:
         self.num_recent = 0  # windows to compare with
         self.restart(None)
 
-    def restart(self, now: datetime | None) -> None:
+    def restart(self, now: str | None) -> None:
         """A decode line ends the window: nothing has been printed since."""
         self.prefill_lines = self.cached_tokens = self.from_idle = 0.0
         self.last = now
@@ -105,7 +119,7 @@ class Log:
             record.mean_acceptance_length, record.details["plain"] = 1.0, True
             record.definition = "plain decode: the line has no accept len, one token per step and request"
         elif (rate := number(values.get("accept rate"))) is not None:
-            record.details["printed_accept_rate"] = rate
+            self._fit(record, rate)
         self._window(record, self.ranks[rank])
         self.pending.append(record)
         return self.ready()
@@ -130,56 +144,45 @@ class Log:
             rank.recent, rank.num_recent = {}, 0
         if step and steady:
             rank.add(octave, step)
-        now = _moment(record.time)
-        if record.prefill_mixed and now and rank.last and (silence := (now - rank.last).total_seconds()) > _SILENT_S:
+        if record.prefill_mixed and (silence := _seconds(rank.last, record.time)) > _SILENT_S:
             record.details["silent_s"] = silence
             record.warn(f"no decode line for {silence:.0f} s while prefill ran: decoding was starved, means hide it")
-        rank.restart(now)
+        rank.restart(record.time)
 
     def ready(self, at_end: bool = False) -> list[Record]:
         """Settle the rate form by the waiting lines; give out what needs no further lines."""
-        rows, waiting = self._given()[0], False
-        for record in self.pending:
-            rate = record.details.get("printed_accept_rate")
-            waiting = waiting or rate is not None
-            if rate is not None and "fits" not in record.details:
-                self._fit(record, rate, rows)
-        undecided = waiting and len(self.forms) > 1
         alone = len(self.pending) == 1 and not any(rank.num_recent > 1 for rank in self.ranks.values())
-        if not (at_end or len(self.pending) >= _MAX_PENDING) and (undecided or alone):
+        waits = alone or (len(self.forms) > 1 and any("fits" in record.details for record in self.pending))
+        if waits and not at_end and len(self.pending) < _MAX_PENDING:
             return []
         done, self.pending = self.pending, []
         return [self._settle(record) for record in done]
 
-    def _fit(self, record: Record, rate: float, rows: int | None) -> None:
+    def _fit(self, record: Record, rate: float) -> None:
         """Which forms of the rate this line leaves."""
-        length, fits = record.mean_acceptance_length or 0, frozenset[tuple[str, int]]()
-        if size := rows or (next(iter(self.forms))[1] if len(self.forms) == 1 else None):
-            fits = rate_forms(length, rate, range(size, size + 1))
-        record.details["fits"] = fits = fits or rate_forms(length, rate, range(2, 0 if rows else 65))
-        self.forms = (self.forms & fits) or fits or self.forms
+        rows, length = self._given()[0], record.mean_acceptance_length or 0
+        known = rows or (next(iter(self.forms))[1] if len(self.forms) == 1 else 0)
+        fits = rate_forms(length, rate, known, known) if known else frozenset()
+        record.details |= {"printed_accept_rate": rate, "fits": fits or rate_forms(length, rate, 2, 1 if rows else 64)}
+        if fits is not self.forms and (fits := record.details["fits"]):
+            self.forms = self.forms & fits or fits
 
     def _settle(self, record: Record) -> Record:
-        given, depth = self._given()
-        fits, rate = record.details.pop("fits", None), record.details.get("printed_accept_rate")
         if record.details.get("plain"):
             return record.derive()
-        record.num_speculative_tokens = given - 1 if given else None
-        chosen = self.forms & fits if fits else set()
-        forms, sizes = {form for form, _ in chosen}, {size for _, size in chosen}
-        if fits is not None and not fits:
-            record.warn(f"accept rate {rate:g} fits neither form with this accept len; the rate is not used")
-        elif len(forms) > 1:
-            record.warn(_BOTH)
-        elif forms:
-            record.details["accept_rate_form"] = form = forms.pop()
-            record.definition += f"; accept rate = {form}, decided by arithmetic"
-            record.num_speculative_tokens = sizes.pop() - 1 if len(sizes) == 1 else record.num_speculative_tokens
-            record.draft_acceptance_rate = rate if form == STRICT else None
-            if form == OLD:
-                record.warn("accept rate is length / draft tokens (bonus in it); converted to (length - 1) / k")
+        given, depth = self._given()
+        record.num_speculative_tokens, fits = given - 1 if given else None, record.details.pop("fits", None)
+        if fits is not None:
+            form, rows, warning = _decision(self.forms, fits)
+            if warning:
+                record.warn(warning)
+            if form:
+                record.details["accept_rate_form"] = form
+                record.definition = _DEFINITIONS[form].format(record.definition)
+                record.num_speculative_tokens = rows - 1 if rows else record.num_speculative_tokens
+                record.draft_acceptance_rate = record.details["printed_accept_rate"] if form == STRICT else None
         k, length = record.num_speculative_tokens, record.mean_acceptance_length
-        if k and length and record.draft_acceptance_rate is None and fits != set():
+        if k and length and record.draft_acceptance_rate is None and fits != frozenset():
             record.draft_acceptance_rate = (length - 1) / k
         if k and depth and depth < k:  # of a tree one path is kept
             record.details["draft_depth"] = depth
@@ -192,11 +195,12 @@ def _prefix(text: str) -> tuple[str | None, str]:
     return (match[1], match[2].strip()) if match else (None, "")
 
 
-def _moment(text: str | None) -> datetime | None:
+def _seconds(begin: str | None, end: str | None) -> float:
+    """Time between two lines, 0 where a line is cut or garbled."""
     try:
-        return datetime.fromisoformat(text) if text else None
-    except ValueError:  # a cut or garbled line
-        return None
+        return (datetime.fromisoformat(end or "") - datetime.fromisoformat(begin or "")).total_seconds()
+    except ValueError:
+        return 0.0
 
 
 def _idle(record: Record) -> None:

@@ -19,7 +19,7 @@ _LABEL = re.compile(
     r"(?:^ *|[,.;|\]] *|\s{2,})([#A-Za-z](?:\([^()]{0,40}\)|[^:=,;{}\[\]()]){0,60}?)\s*[:=](?=\s|[-\d])"
 )
 _RECORD_FIELDS = {item.name for item in fields(Record)}
-_MAX_NODES = 200_000
+_MAX_NODES, _MAX_LAYOUTS = 200_000, 4
 
 
 @dataclass(frozen=True)
@@ -43,24 +43,31 @@ class Format:
         """A record of the values that the table knows."""
         record = Record(self.engine, self.kind, self.scope, self.definition, place)
         record.zero_draft_steps = self.zero_draft_steps
-        fields = self.fields
+        details, fields = record.details, self.fields
         for label, value in values.items():
-            if value is not None and (target := fields.get(label)) is not None:
-                name, factor, kind = target
-                if kind == "flag":
-                    record.cuda_graph = str(value).strip().lower() == "true"
-                elif kind == "rates":
-                    record.acceptance_rate_per_pos = [x * factor for x in numbers(value)] or None
-                elif kind == "text":
-                    setattr(record, name, str(value)[:200])
-                elif (found := number(value)) is not None:
-                    store(record, name, found if factor == 1 else round(found * factor, 12))
+            if value is None or label not in fields:
+                continue
+            name, factor, kind = fields[label]
+            if kind == "flag":
+                record.cuda_graph = str(value).strip().lower() == "true"
+            elif kind == "rates":
+                record.acceptance_rate_per_pos = [x * factor for x in numbers(value)] or None
+            elif kind == "text":
+                setattr(record, name, str(value)[:200])
+            elif (found := number(value)) is not None:
+                found = found if factor == 1 else round(found * factor, 12)
+                if kind != "detail" or found < 0:
+                    store(record, name, found)
+                else:
+                    details[name] = found
         return record
 
 
-_KINDS = {"cuda_graph": "flag", "acceptance_rate_per_pos": "rates"} | dict.fromkeys(
-    ("model", "engine_version", "time"), "text"
-)
+def _kind(name: str) -> str:
+    if name in ("model", "engine_version", "time"):
+        return "text"
+    kinds = {"cuda_graph": "flag", "acceptance_rate_per_pos": "rates"}
+    return kinds.get(name, "field" if name in _RECORD_FIELDS else "detail")
 
 
 @functools.cache
@@ -69,7 +76,7 @@ def formats(*reads: str) -> tuple[Format, ...]:
     labels: dict[tuple[str, str], dict[str, tuple[str, float, str]]] = {}
     for row in read_table("engine_fields.csv"):
         names = labels.setdefault((row["engine"], row["kind"]), {})
-        names[row["label"]] = (row["field"], float(row["factor"]), _KINDS.get(row["field"], "number"))
+        names[row["label"]] = (row["field"], float(row["factor"]), _kind(row["field"]))
     found = []
     for row in read_table("engine_formats.csv"):
         if row["read"] in reads:
@@ -112,19 +119,35 @@ def labelled(text: str) -> dict[str, str]:
     return {mark[1].strip(): text[mark.end() : ends[i + 1]].strip(" ,") for i, mark in enumerate(marks)}
 
 
-def pairs(text: str) -> dict[str, str]:
-    """As `labelled`, of a line with ``, `` between the pairs: what servers print often, so ten times as fast."""
-    found, last = dict[str, str](), ""
-    for part in text.split(", "):
-        label, mark, value = part.partition(": ")
-        if not mark:
-            label, mark, value = part.partition(" = ")
-        if mark:
-            last = label.strip(" .|")
-            found[last] = value
-        elif last:
-            found[last] += ", " + part
-    return found
+class Layouts:
+    """Reads lines with ``, `` between their pairs; the labels of one become a pattern for those after it."""
+
+    def __init__(self) -> None:
+        self.known: list[tuple[re.Pattern[str], tuple[str, ...]]] = []
+
+    def read(self, text: str) -> dict[str, str]:
+        """``label: value`` pairs of a line; a value may be a list of numbers."""
+        text = text.rstrip(" ,")
+        for pattern, labels in self.known:
+            if match := pattern.fullmatch(text):
+                return dict(zip(labels, match.groups(), strict=True))
+        found, last, parts = dict[str, str](), "", [""]
+        for part in text.split(", "):
+            label, mark, value = part.partition(": ")
+            if not mark:
+                label, mark, value = part.partition(" = ")
+            if mark:
+                last = label.strip(" .|")
+                found[last] = value
+                parts.append(f"{re.escape(label + mark)}([^,]*)")
+            elif last:
+                found[last] += ", " + part
+                parts[-1] = parts[-1].replace("[^,]*", "[^:=]*?")  # no label is inside of it
+            else:
+                parts[0] = "[^,]*"
+        if len(self.known) < _MAX_LAYOUTS and len(found) == len(parts) - 1:
+            self.known.append((re.compile(", ".join(parts if parts[0] else parts[1:])), tuple(found)))
+        return found
 
 
 def store(record: Record, name: str, value: float) -> None:
