@@ -1,0 +1,81 @@
+"""Long inputs: everything is read in bounded memory with progress; a diagnosis reads a stated part of a long log."""
+
+import json
+import subprocess
+import sys
+
+import pyarrow.parquet as pq
+import pytest
+
+from tests.big_logs import LENGTHS, STEP_MS, STEP_MS_PER_1K, write
+
+MAIN = """
+import resource, sys
+from labkit.cli import main
+code = main(sys.argv[1:])
+print("peak MiB", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10, "CPU s",
+      round(sum(resource.getrusage(resource.RUSAGE_SELF)[:2]), 1), file=sys.stderr)
+raise SystemExit(code)
+"""
+
+
+def labkit(*arguments, stdin=None):
+    """Standard output, standard error and the peak memory in MiB of a command."""
+    command = [sys.executable, "-c", MAIN, *map(str, arguments)]
+    done = subprocess.run(command, stdin=stdin, capture_output=True, text=True, check=True)
+    line = done.stderr.strip().splitlines()[-1].split()
+    return done.stdout, done.stderr, int(line[2])
+
+
+def check_import(path, count, out, piped):
+    """All decode lines arrive as records, in little memory, with progress."""
+    if piped:
+        with path.open("rb") as file:
+            text, error, peak = labkit("import", "-", "--out", out, stdin=file)
+    else:
+        text, error, peak = labkit("import", path, "--out", out)
+    print(path.name, "stdin" if piped else "", error.strip().splitlines()[-1])
+    assert f"... {count - 20} more records" in text
+    assert peak < 400
+    stored = pq.ParquetFile(out / "import.parquet")
+    assert stored.metadata.num_rows == count
+    lengths = next(stored.iter_batches(5000, columns=["mean_acceptance_length"]))["mean_acceptance_length"].to_pylist()
+    assert sorted(set(lengths)) == sorted(float(length) for length, _ in LENGTHS)
+    return [line for line in error.splitlines() if line.startswith("read ")]
+
+
+@pytest.mark.parametrize("way", ["plain", "gz", "stdin"])
+def test_a_mixed_log_is_read_whole(tmp_path, way):
+    path = tmp_path / ("mixed.log.gz" if way == "gz" else "mixed.log")
+    count = write(path, 70)
+    progress = check_import(path, count, tmp_path / "out", piped=way == "stdin")
+    assert bool(progress) == (way != "gz")  # 70 MiB of this are 2 MiB of gzip: no bar below 64
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("way", ["plain", "gz", "stdin"])
+def test_one_gigabyte(tmp_path, way):
+    path = tmp_path / ("mixed.log.gz" if way == "gz" else "mixed.log")
+    count = write(path, 1000)
+    progress = check_import(path, count, tmp_path / "out", piped=way == "stdin")
+    assert progress or path.stat().st_size < 64 << 20
+
+
+@pytest.mark.parametrize("way", ["plain", "gz", "stdin"])
+def test_a_diagnosis_reads_a_stated_part_of_a_long_log(tmp_path, way):
+    path = tmp_path / ("dense.log.gz" if way == "gz" else "dense.log")
+    write(path, 64, dense=True)
+    if way == "stdin":
+        with path.open("rb") as file:
+            text, _, _ = labkit("diagnose", "-", "--json", stdin=file)
+    else:
+        text, _, _ = labkit("diagnose", path, "--json")
+    found = json.loads(text)
+    (note,) = [warning for warning in found["warnings"] if "MiB were read" in warning]
+    read, whole = (int(note.split(": ", 1)[1].split()[i]) for i in (0, 2))
+    assert 10 <= read <= 24
+    assert whole == 64
+    assert found["slope_ms_per_1k"][0] == pytest.approx(STEP_MS_PER_1K, rel=0.02)
+    assert found["intercept_ms"][0] == pytest.approx(STEP_MS, rel=0.02)
+    assert found["roles"]["verify"]["backend"] == "triton"
+    assert not any("idle" in warning or "starved" in warning for warning in found["warnings"])
