@@ -25,7 +25,7 @@ from labkit.rows import json_value
 
 MAX_PAGE_BYTES = 8 << 20
 KV_DTYPES = ("auto", "bfloat16", "bf16", "float16", "fp16", "half", "fp8", "fp8_e4m3", "fp8_e5m2", "float8_e4m3fn")
-_TEXTS = ("engine_version", "model", "warnings", "backend", "details")
+_TEXTS = ("engine_version", "model", "warnings", "backend")
 _PAGES = ("/get_server_info", "/server_info", "/metrics")
 
 
@@ -38,7 +38,8 @@ def run_import(arguments: argparse.Namespace) -> None:
             return clean(item)
         file, mark, line = item.place.rpartition(":")  # the other fields hold numbers and words of our tables
         texts = {name: clean(value) for name in _TEXTS if (value := getattr(item, name))}
-        return item.to_dict() | texts | {"place": f"{clean(file)}{mark}{line}"}
+        details = {n: clean(x) if isinstance(x, str | list | dict) else x for n, x in item.details.items()}
+        return item.to_dict() | texts | {"details": details, "place": f"{clean(file)}{mark}{line}"}
 
     traces = [path for path in arguments.files if is_trace(path)]
     logs = [path for path in arguments.files if path not in traces]

@@ -113,8 +113,10 @@ class Reader:
                 return getattr(self._logs[item.engine], item.then)(item.record(values, f"{name}:{line}"), values, text)
         if text.startswith(_SAMPLES) and SAMPLE.match(text):
             return self.metrics.feed(text, f"{name}:{line}")
-        if not self.server.take_line(text) and (self._blocks.start or any(mark in text for mark in self._marks)):
-            return self._blocks.feed(text, f"{name}:{line}")
+        if not self.server.take_line(text):
+            for mark in self._marks:
+                if self._blocks.start or mark in text:
+                    return self._blocks.feed(text, f"{name}:{line}")
         return []
 
     def _of_json(self, content: Any, place: str) -> Iterator[Record]:

@@ -31,11 +31,12 @@ def write(items: Iterable[Any], path: Path, plain: Callable[[Any], Any]) -> Iter
     writer: pq.ParquetWriter | None = None
     try:
         while chunk := list(itertools.islice(items, _CHUNK)):
-            rows = [{name: _cell(value) for name, value in plain(item).items()} for item in chunk]
+            rows = [plain(item) for item in chunk]
+            columns = {name: _column([row[name] for row in rows]) for name in rows[0]}
             if writer is None:
-                schema = RECORDS if isinstance(chunk[0], Record) else pa.Table.from_pylist(rows).schema
+                schema = RECORDS if isinstance(chunk[0], Record) else pa.table(columns).schema
                 writer = pq.ParquetWriter(temporary, schema, compression="zstd")
-            writer.write_table(pa.Table.from_pylist(rows, schema=writer.schema))
+            writer.write_table(pa.table(columns, schema=writer.schema))
             yield from chunk
         if writer is not None:
             writer.close()
@@ -44,6 +45,11 @@ def write(items: Iterable[Any], path: Path, plain: Callable[[Any], Any]) -> Iter
         if writer is not None:
             writer.close()
         temporary.unlink(missing_ok=True)
+
+
+def _column(values: list[Any]) -> list[Any]:
+    some = next((value for value in values if value is not None), None)
+    return [_cell(value) for value in values] if isinstance(some, str | list | dict) else values
 
 
 def _cell(value: Any) -> Any:

@@ -181,10 +181,20 @@ def objects(content: Any) -> Iterator[dict[str, Any]]:
             waiting.extend(value for value in reversed(inner) if isinstance(value, dict | list))
 
 
+@functools.cache
+def _json_keys() -> tuple[tuple[Format, list[tuple[str, str]]], ...]:
+    """The formats of JSON objects, and the paths that each needs with the first key of each."""
+    needs = [(item, item.needs.split("|")) for item in formats("json")]
+    return tuple((item, [(path, path.partition(".")[0]) for path in paths]) for item, paths in needs)
+
+
 def match_json(node: Mapping[str, Any]) -> tuple[Format, Record] | None:
     """The record of an object of a known format: one that has all keys which the format needs."""
-    for item in formats("json"):
-        if all(at(node, path) is not None for path in item.needs.split("|")):
+    for item, keys in _json_keys():
+        for path, first in keys:
+            if (first not in node and path not in node) or at(node, path) is None:
+                break
+        else:
             return item, item.record({path: at(node, path) for path in item.fields})
     return None
 
