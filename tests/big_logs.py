@@ -1,6 +1,6 @@
 """A mixed server log of any size: ``python -m tests.big_logs FILE MIB [--dense]``; .gz is compressed.
 
-Of ten lines two are decode lines, in four captures (plain, ANSI colour, docker compose prefix, docker's JSON); the rest
+Of ten lines one is a decode line, in four captures (plain, ANSI colour, docker compose prefix, docker's JSON); the rest
 is what servers print else: access lines, structured JSON lines, warnings, progress bars, prefill lines. ``--dense``:
 decode lines only. Lengths are 2.80 of 4 draft tokens, step times known by context.
 """
@@ -44,11 +44,11 @@ def decode_line(i: int) -> str:
 
 
 def part(dense: bool) -> tuple[bytes, int]:
-    """About 1 MiB of lines, and how many decode lines are in it."""
+    """Some MiB of lines, and how many decode lines are in it."""
     lines = []
     for i in range(5000):
         lines.append(decode_line(i) if dense else CAPTURES[i % 4](decode_line(i)))
-        lines += [] if dense else [NOISE[(i + j) % 4] for j in range(4)]
+        lines += [] if dense else [NOISE[(i + j) % 4] for j in range(9)]
     return ("\n".join(lines) + "\n").encode(), 5000
 
 

@@ -11,8 +11,8 @@ from labkit.engines.metrics import SAMPLE, MetricsPages
 from labkit.engines.reading import MAX_DOCUMENT_BYTES, MAX_LOG_CHARACTERS, Input, load_json
 from labkit.engines.record import Record
 from labkit.engines.roles import resolve_roles
-from labkit.engines.server import Server
-from labkit.engines.tables import Layouts, formats, match_json, number, numbers, objects
+from labkit.engines.server import Server, tells_of_server
+from labkit.engines.tables import Layouts, formats, match_json, may_match, number, numbers, objects
 from labkit.errors import InputError
 
 ENGINES = ("auto", "sglang", "vllm", "llamacpp", "trtllm", "aiperf", "guidellm", "llamabenchy", "specforge", "mlx-vlm")
@@ -29,7 +29,7 @@ class Reader:
         self.engine, self.metrics, self.notes = engine, MetricsPages(), list[str]()
         self._lines = [item for item in formats("labels", "regex") if engine in ("auto", item.engine)]
         self._layouts: dict[str, Layouts] = defaultdict(Layouts)
-        self._marks = [item.mark for item in formats("block")]
+        self._here, self._marks_here, self._server_here = self._lines, list[str](), True
         self._start(Server())
 
     def _start(self, server: Server) -> None:
@@ -51,7 +51,7 @@ class Reader:
 
     def read_text(self, text: str, name: str, server: Server | None = None) -> Iterator[Record]:
         """Records of a text that is already in memory, as `read` gives them for a file."""
-        yield from self._checked(self._of_lines(enumerate(text.splitlines(), start=1), name), server)
+        yield from self._checked(self._of_text(text, name), server)
 
     def _checked(self, records: Iterator[Record], server: Server | None) -> Iterator[Record]:
         self._start(server or Server())
@@ -73,7 +73,7 @@ class Reader:
         first, _, rest = start.partition(b"\n")
         opened = first[:1] == b"{" or (first[:1] == b"[" and first[1:2] in b'[{"')
         if not opened or (first.rstrip().endswith((b"}", b"]")) and rest):
-            yield from self._of_lines(source.lines(sampled), source.name)
+            yield from self._of_lines(source.lines(self._enter, sampled), source.name)
             return
         data = b""
         while (chunk := source.read(1 << 20)) and len(data) <= MAX_DOCUMENT_BYTES:
@@ -85,7 +85,17 @@ class Reader:
             yield from self._of_json(content, source.name)
         else:
             self.notes.append(f"{source.name}: no whole JSON value (cut off or nested too deep); read line by line")
-            yield from self._of_lines(enumerate(text.splitlines(), start=1), source.name)
+            yield from self._of_text(text, source.name)
+
+    def _enter(self, block: str) -> None:
+        """Look at many lines at once for what none of them holds: most lines of a log are none of ours."""
+        self._here = [item for item in self._lines if item.has in block]
+        self._marks_here = [item.mark for item in formats("block") if item.mark in block]
+        self._server_here = tells_of_server(block)
+
+    def _of_text(self, text: str, name: str) -> Iterator[Record]:
+        self._enter(text)
+        yield from self._of_lines(enumerate(text.splitlines(), start=1), name)
 
     def _of_lines(self, lines: Iterable[tuple[int, str] | None], name: str) -> Iterator[Record]:
         for numbered in lines:
@@ -94,7 +104,7 @@ class Reader:
                     log.forget()
                 continue
             line, text = numbered
-            if text.startswith(_JSON) and (content := load_json(text.removeprefix("data: "))) is not None:
+            if text.startswith(_JSON) and may_match(text) and (content := load_json(text.removeprefix("data: "))) is not None:
                 yield from self._of_json(content, f"{name}:{line}")
             elif records := self._of_line(text[:MAX_LOG_CHARACTERS], name, line):
                 yield from records
@@ -105,18 +115,17 @@ class Reader:
         yield from self.metrics.flush()
 
     def _of_line(self, text: str, name: str, line: int) -> list[Record]:
-        """Records that a line completes. Most lines of a log are none of ours: plain tests of texts come first."""
-        for item in self._lines:
+        for item in self._here:
             if item.has in text and (match := item.pattern.search(text)):
                 rest = text[match.end() :]
                 values = match.groupdict() if item.read == "regex" else self._layouts[item.kind].read(rest)
                 return getattr(self._logs[item.engine], item.then)(item.record(values, f"{name}:{line}"), values, text)
         if text.startswith(_SAMPLES) and SAMPLE.match(text):
             return self.metrics.feed(text, f"{name}:{line}")
-        if not self.server.take_line(text):
-            for mark in self._marks:
-                if self._blocks.start or mark in text:
-                    return self._blocks.feed(text, f"{name}:{line}")
+        if self._server_here and self.server.take_line(text):
+            return []
+        if self._blocks.start or any(mark in text for mark in self._marks_here):
+            return self._blocks.feed(text, f"{name}:{line}")
         return []
 
     def _of_json(self, content: Any, place: str) -> Iterator[Record]:

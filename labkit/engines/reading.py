@@ -10,7 +10,7 @@ import json
 import re
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -108,11 +108,11 @@ class Input:
             self._bar.close()
         self._raw.close()
 
-    def lines(self, sampled: bool = False) -> Iterator[tuple[int, str] | None]:
+    def lines(self, enter: Callable[[str], None], sampled: bool = False) -> Iterator[tuple[int, str] | None]:
         """Line number from 1, and text without colour and envelope; None where lines were passed over.
 
         A carriage return inside a line (progress bars) ends a part of it. Lines above ``MAX_LINE_BYTES`` are dropped
-        and named in `notes`. ``sampled``: long inputs are read in part (`_due`), which `notes` tells.
+        and named in `notes`. ``enter`` sees the text of the lines to come. ``sampled``: long inputs are read in part (`_due`), which `notes` tells.
         """
         number, rest, passing, passed, data = 1, b"", False, 0, b"\n"
         while data:
@@ -128,7 +128,8 @@ class Input:
             rest += block
             cut = rest.rfind(b"\n") + 1 if data else len(rest)
             whole, rest = rest[:cut].decode("utf-8", "replace"), rest[cut:]
-            for line in _ANSI.sub("", whole).removesuffix("\n").split("\n") if cut else ():
+            enter(whole := _ANSI.sub("", whole))
+            for line in whole.removesuffix("\n").split("\n") if cut else ():
                 for part in line.rstrip("\r").split("\r") if "\r" in line else (line,):
                     yield number, clean(part)
                 number += 1

@@ -104,6 +104,11 @@ class Server:
         return any("synth" in name for name in self.args) or self.args.get("rejection_sample_method") == "synthetic"
 
 
+def tells_of_server(text: str) -> bool:
+    """Whether a text may hold a line that `Server.take_line` understands."""
+    return any(mark in text for mark in ("NVIDIA ", "RTX ", *_ARGUMENT_LINES, *(f.has for f in formats("server"))))
+
+
 def arguments(text: str) -> dict[str, Any]:
     """Arguments of a printed object or dict; those of a named inner one in a dict of its own."""
     found: dict[str, Any] = {}
