@@ -13,7 +13,7 @@ import pytest
 from labkit.cli import main
 from labkit.engines.importing import Reader, import_files
 from labkit.engines.reading import Input, clean
-from labkit.engines.tables import formats
+from labkit.engines.tables import Layouts, formats
 from labkit.errors import InputError
 
 SG = "#token: 5120, token usage: 0.02, accept len: 2.80"
@@ -263,6 +263,120 @@ FORMS = {
         '{"timings": {"draft_rounds": 200, "draft_n": 600, "draft_n_accepted": 360, "predicted_per_second": 56.0}}',
         DRAFTED,
     ),
+    "sglang, prefill and decode split, hybrid model, all meters": (
+        "[2026-06-03 10:00:00 DP1 TP0 EP0] Decode batch, #running-req: 4, #full token: 5120, full token usage: 0.02, "
+        "mamba num: 4, mamba usage: 0.01, accept len: 2.80, accept rate: 0.60, pre-allocated usage: 0.03, "
+        f"#prealloc-req: 1, #transfer-req: 0, #retracted-req: 0, npu graph: True, {TAIL}, est. decode TFLOPS/s (per "
+        "GPU): 12.50, est. read BW (GB/s per GPU): 2100.00, est. write BW (GB/s per GPU): 12.00, fwd occupancy: 93%",
+        FULL | STEP | {"cuda_graph": True, "read_gb_per_s": 2100.0, "forward_occupancy": 0.93, "rank": "DP1 TP0 EP0"},
+    ),
+    "sglang DSPARK": (
+        f"[2026-06-03 10:00:00] Decode batch, #running-req: 4, {SG}, accept rate: 0.60, cap len: 4.00, block accept "
+        f"len: 2.80, cpu graph: False, {TAIL}",
+        FULL | STEP | {"cuda_graph": False},
+    ),
+    "sglang spec_tokens_details": (
+        '{"usage": {"completion_tokens": 561}, "sglext": {"spec_tokens_details": {"spec_verify_ct": 200, '
+        '"spec_num_correct_drafts": 360, "spec_num_proposed_drafts": 600}}}',
+        COUNTED | {"num_verify_steps": 200, "scope": "request"},
+    ),
+    "sglang bench_one_batch console": (
+        "Prefill. latency: 0.40000 s, throughput:   5120.00 token/s\nDecode 0. Batch size: 4, latency: 0.00990 s, "
+        "throughput:    404.04 token/s\nDecode.  median latency: 0.00975 s, median throughput:    410.26 token/s\n"
+        "Total. latency:  1.024 s, throughput:   2500.00 token/s",
+        {"step_ms": 9.75, "step_ms_source": "printed", "mean_acceptance_length": 1.0, "batch_size": 4.0},
+    ),
+    "sglang bench_one_batch_server": (
+        '{"run_name":"x","batch_size":4,"latency":1.4,"output_throughput":410.2,"acc_length":2.8}',
+        {"mean_acceptance_length": 2.8, "batch_size": 4.0, "acceptance_scope": "since_start"},
+    ),
+    "sglang counters and latencies": (
+        "sglang:spec_verify_calls_total 200\nsglang:generation_tokens_total 561\nsglang:num_requests_total 1\n"
+        "sglang:spec_num_draft_tokens 4\nsglang:spec_num_steps 3\nsglang:spec_accept_rate 0.6\n"
+        "sglang:time_to_first_token_seconds_sum 2.0\nsglang:time_to_first_token_seconds_count 10\n",
+        {"num_verify_steps": 200, "num_speculative_tokens": 3, "ttft_mean_ms": 200.0, "output_tokens": 561.0},
+    ),
+    "vllm request, detailed": (
+        json.dumps({"metrics": {"speculative_decoding": HISTOGRAM | {"per_step_accepted": [3, 1], "per_step_drafted":
+        [3, 3], "acceptance_histogram_by_draft_length": {"3": [40, 40, 40, 80]}}}}),
+        DRAFTED | POSITIONS,
+    ),
+    "vllm latencies": (
+        'vllm:spec_decode_num_drafts_total{engine="0"} 200\nvllm:spec_decode_num_draft_tokens_total{engine="0"} 600\n'
+        'vllm:spec_decode_num_accepted_tokens_total{engine="0"} 360\nvllm:time_to_first_token_seconds_sum 2.0\n'
+        'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="0"} 160\n'
+        'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="1"} 120\n'
+        'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="2"} 80\n'
+        "vllm:time_to_first_token_seconds_count 10\nvllm:inter_token_latency_seconds_sum 10.0\n"
+        "vllm:inter_token_latency_seconds_count 200\nvllm:prefix_cache_hits_total 64\n",
+        DRAFTED | POSITIONS | {"ttft_mean_ms": 200.0, "itl_mean_ms": 50.0, "cached_tokens": 64.0},
+    ),
+    "vllm V0 metrics": (
+        "vllm:spec_decode_draft_acceptance_rate 0.7\nvllm:spec_decode_efficiency 0.7\n"
+        "vllm:spec_decode_num_accepted_tokens_total 420\nvllm:spec_decode_num_draft_tokens_total 600\n"
+        "vllm:spec_decode_num_emitted_tokens_total 560\n",
+        DRAFTED | {"num_matches": 420},
+    ),
+    "llama.cpp timings, plain, streamed": (
+        'data: {"timings":{"cache_n":0,"prompt_n":512,"prompt_ms":400.0,"predicted_n":200,"predicted_ms":9950.0,'
+        '"predicted_per_second":20.1}}',
+        {"mean_acceptance_length": 1.0, "num_drafted_tokens": None, "step_ms": pytest.approx(50.0), "batch_size": 1.0},
+    ),
+    "llama.cpp progress": (
+        "slot update_slots: id  0 | task 7 | n_decoded = 100, tg = 56.0 t/s",
+        {"output_tokens": 100.0, "output_tokens_per_s": 56.0, "mean_acceptance_length": None, "slot": "0"},
+    ),
+    "llama.cpp progress, later": (
+        "slot update_slots: id  1 | task 7 | n_gen = 100, tg = 56.0 t/s, tg_3s = 58.5 t/s",
+        {"output_tokens": 100.0, "output_tokens_per_s": 56.0, "output_tokens_per_s_over_3_s": 58.5, "slot": "1"},
+    ),
+    "llama.cpp metrics, names of a fork": (
+        "llamacpp:draft_tokens_total 600\nllamacpp:draft_tokens_accepted_total 360\n"
+        "llamacpp:draft_verify_steps_total 200\nllamacpp:n_busy_slots_per_decode 1.5\n",
+        DRAFTED | {"busy_slots_per_decode": 1.5},
+    ),
+    "llama.cpp metrics, names of a proposal": (
+        "llamacpp:tokens_drafted_total 600\nllamacpp:draft_tokens_accepted_total 360\n",
+        {"draft_acceptance_rate": 0.6, "mean_acceptance_length": None, "num_drafted_tokens": 600},
+    ),
+    "llama-speculative, speed": (
+        "encoded  512 tokens in    0.400 seconds, speed: 1280.000 t/s\n"
+        "decoded  561 tokens in   10.020 seconds, speed:   55.988 t/s",
+        {"output_tokens": 561.0, "duration_s": 10.02, "output_tokens_per_s": 55.988, "mean_acceptance_length": None},
+    ),
+    "llama.cpp speed-bench": (
+        '{"base_avg_pred_t/s": 20.0, "spec_avg_pred_t/s": 36.0, "decode_speedup": 1.8, "accept_rate": 0.6}',
+        {"draft_acceptance_rate": 0.6, "output_tokens_per_s": 36.0, "printed_speedup": 1.8},
+    ),
+    "trtllm-bench console, all tags": (
+        "[DT] AVERAGE: 600.00\n[ADT] AVERAGE: 360.00\n[DAR] MINIMUM: 0.50\n[DAR] AVERAGE: 0.60\n[AL] MAXIMUM: 4.00\n"
+        "[AL] AVERAGE: 2.80\n[TPOT] AVERAGE: 17.90\n[TTFT] AVERAGE: 200.00\n[GTPS] AVERAGE: 55.90\n",
+        {"mean_acceptance_length": 2.8, "draft_acceptance_rate": 0.6, "tpot_ms": 17.9, "ttft_ms": 200.0}
+        | {"num_drafted_tokens_of_requests": 600.0, "output_tokens_per_s_per_user": 55.9},
+    ),
+    "trtllm-bench console, older build": (
+        "[AR] MINIMUM: 1.90\n[AR] AVERAGE: 2.80\n",
+        {"mean_acceptance_length": 2.8, "draft_acceptance_rate": None},
+    ),
+    "trtllm-bench, older build": (
+        json.dumps(TRT | {"decoding_stats": {"draft_acceptance_rate_percentiles": {"average": 2.8}}}),
+        {"mean_acceptance_length": 2.8, "draft_acceptance_rate": None},
+    ),
+    "trtllm, several iterations": (
+        json.dumps([{"iterLatencyMS": ms, "specDecodingStats": {"numDraftTokens": 3, "numAcceptedTokens": 2,
+        "acceptanceLength": 3.0, "draftOverhead": 0.2}, "inflightBatchingStats": {"avgNumDecodedTokensPerIter": 2.9}}
+        for ms in (40.0, 50.0)]),
+        {"mean_acceptance_length": 3.0, "step_ms": 50.0, "draft_overhead": 0.2, "tokens_per_iteration": 2.9},
+    ),
+    "aiperf, histogram": (
+        json.dumps(AIPERF | {"pooled_spec_decode_acceptance_histogram": [40, 40, 40, 80]}),
+        {"mean_acceptance_length": 2.8, "num_drafted_steps": 200, "num_accepted_tokens": 360} | POSITIONS,
+    ),
+    "llama-benchy": (
+        '{"version":"0.3","benchmarks":[{"concurrency":1,"context_size":4096,"response_size":512,"tg_throughput":'
+        '{"mean":56.0},"peak_throughput":{"mean":60.0},"e2e_ttft":{"mean":200.0},"ttfr":{"mean":190.0}}]}',
+        {"output_tokens_per_s": 56.0, "context_len": 4096.0, "batch_size": 1.0, "mean_acceptance_length": None},
+    ),
 }  # fmt: skip
 
 
@@ -274,7 +388,7 @@ def records_of(tmp_path, content, name="x.log", engine="auto"):
 
 def check(record, wanted):
     for name, value in wanted.items():
-        found = getattr(record, name)
+        found = getattr(record, name) if hasattr(record, name) else record.details[name]
         if isinstance(value, float | list):
             assert found == pytest.approx(value), name
         else:
@@ -405,6 +519,68 @@ def test_two_scrapes_are_a_run(tmp_path):
     after.write_text(page(110, 330, 210) + 'vllm:spec_decode_num_drafts_created{engine="0"} 1.7e9\n')
     run = list(import_files([before, after]))[-1]
     check(run, DRAFTED | {"scope": "run"})
+
+
+def engine_page(*counts_of_engines):
+    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+    return "".join(
+        f'vllm:spec_decode_{name}_total{{engine="{engine}"}} {count}\n'
+        for engine, counts in enumerate(counts_of_engines)
+        for name, count in zip(names, counts, strict=True)
+    )
+
+
+def test_pages_in_reverse_order_are_told(tmp_path):
+    before, after = tmp_path / "before.txt", tmp_path / "after.txt"
+    before.write_text(engine_page((10, 30, 15)))
+    after.write_text(engine_page((210, 630, 375)))
+    turned = list(import_files([after, before]))
+    assert [record.scope for record in turned] == ["since_start", "since_start"]
+    assert any("reverse order" in text for text in turned[1].warnings)
+    same = list(import_files([after, after]))
+    assert any("nothing ran" in text for text in same[1].warnings)
+    run = list(import_files([before, after]))[-1]
+    check(run, DRAFTED | {"scope": "run", "warnings": []})
+
+
+def test_engines_of_one_page_are_told_apart(tmp_path):
+    (record,) = records_of(tmp_path, engine_page((100, 300, 220), (100, 300, 140)))
+    check(record, DRAFTED)
+    assert [engine["mean_acceptance_length"] for engine in record.details["engines"].values()] == [3.2, 2.4]
+    assert any("2 engines lie between 2.40 and 3.20" in text for text in record.warnings)
+    (alike,) = records_of(tmp_path, engine_page((100, 300, 182), (100, 300, 178)))
+    assert alike.warnings == []
+    page = engine_page((100, 300, 220), (100, 300, 140)) + engine_page((200, 600, 400), (200, 600, 320))
+    run = records_of(tmp_path, page)[-1]
+    assert [engine["mean_acceptance_length"] for engine in run.details["engines"].values()] == [2.8, 2.8]
+
+
+def test_two_drafters_have_a_line_each(tmp_path):
+    line = FORMS["llama.cpp statistics"][0]
+    records = records_of(tmp_path, f"{line}\n{line.replace('draft-mtp', 'ngram-mod').replace('= 360', '= 180')}\n")
+    lengths = {record.details["drafter"]: record.mean_acceptance_length for record in records}
+    assert lengths == {"draft-mtp": pytest.approx(2.8), "ngram-mod": pytest.approx(1.9)}
+
+
+def test_an_early_prefill_line_marks_the_window(tmp_path):
+    early = (
+        "[2025-02-03 10:00:01 TP0] Prefill batch. #new-seq: 1, #new-token: 2048, #cached-token: 0, token usage: 0.02, "
+    )
+    early += "#running-req: 4, #queue-req: 0,\n"
+    line = FORMS["sglang early 2025"][0] + "\n"
+    records = records_of(tmp_path, line + early + line)
+    assert [record.prefill_mixed for record in records] == [False, True]
+
+
+def test_lines_with_the_same_labels_are_read_as_one_pattern():
+    layouts, line = Layouts(), ", #running-req: {}, accept len: {}, rates: 0.8, 0.6, gen throughput (token/s): {},"
+    for values in (("4", "2.80", "410.20"), ("5", "", "9"), ("6", "nan", "x y")):
+        found = layouts.read(line.format(*values))
+        wanted = {"#running-req": values[0], "accept len": values[1], "rates": "0.8, 0.6"}
+        assert found == wanted | {"gen throughput (token/s)": values[2]}
+        assert len(layouts.known) == 1
+    other = layouts.read("#running-req: 4, rates: 0.8, new: 7, accept len: 2.80")
+    assert other == {"#running-req": "4", "rates": "0.8", "new": "7", "accept len": "2.80"}
 
 
 def test_sglang_counters_leave_the_prefill_tokens_out(tmp_path):

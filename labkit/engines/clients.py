@@ -6,10 +6,11 @@ from typing import Any
 
 from labkit.engines import llamacpp, sglang, vllm
 from labkit.engines.record import Record
-from labkit.engines.tables import Format, at, formats, labelled, number, numbers
+from labkit.engines.tables import Format, at, formats, from_histogram, labelled, number, numbers
 
 MODULES = {"sglang": sglang, "vllm": vllm, "llamacpp": llamacpp}
 _MAX_BLOCK_LINES = 120
+_BOUND = "the rate is over reconstructed drafts (k x iterations): a lower bound"
 _REPEATED_STARTS = ("Serving Benchmark Result", "total_num_output_tokens")
 
 
@@ -24,12 +25,34 @@ def trtllm_bench(record: Record, node: Mapping[str, Any]) -> None:
     """Percentiles of the requests; drafts are reconstructed from iterations."""
     length = _average(at(node, "decoding_stats.acceptance_length_percentiles"))
     rate = _average(at(node, "decoding_stats.draft_acceptance_rate_percentiles"))
-    if rate is not None and rate > 1:
+    record.mean_acceptance_length = length
+    if rate is not None:
+        _older_rate(record, rate)
+    if record.draft_acceptance_rate is not None:
+        record.warn(_BOUND)
+
+
+def trtllm_console(record: Record, node: Mapping[str, Any]) -> None:
+    """Tagged lines; [AR] of older builds is a length where it is above 1."""
+    if record.mean_acceptance_length is None and (older := record.details.get("older_acceptance_rate")) is not None:
+        _older_rate(record, older)
+    if record.draft_acceptance_rate is not None:
+        record.warn(_BOUND)
+
+
+def _older_rate(record: Record, rate: float) -> None:
+    if rate > 1:
         record.warn("older builds call output / iterations an acceptance rate: it is a length and was taken as one")
-        length, rate = length or rate, None
-    elif rate is not None:
-        record.warn("the rate is over reconstructed drafts (k x iterations): a lower bound")
-    record.mean_acceptance_length, record.draft_acceptance_rate = length, rate
+        record.mean_acceptance_length = record.mean_acceptance_length or rate
+    else:
+        record.draft_acceptance_rate = rate
+
+
+def aiperf(record: Record, node: Mapping[str, Any]) -> None:
+    """The pooled histogram has the counts."""
+    if histogram := numbers(node.get("pooled_spec_decode_acceptance_histogram")):
+        record.zero_draft_steps = "excluded"
+        from_histogram(record, histogram)
 
 
 def iteration(record: Record, node: Mapping[str, Any]) -> None:
@@ -66,7 +89,7 @@ class Blocks:
 
     def feed(self, text: str, place: str) -> list[Record]:
         """Records of the block that this line ends."""
-        begun = next((item.mark for item in formats("block") if item.mark in text), "")
+        begun = next((f.mark for f in formats("block") if f.has in text and f.pattern.search(text)), "")
         begun = "" if begun == self.start and begun not in _REPEATED_STARTS else begun
         rule = bool(self.start and text.strip() and set(text.strip()) == {"="})
         done = self.flush() if begun or rule or self.left == 1 else []

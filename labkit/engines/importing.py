@@ -90,7 +90,7 @@ class Reader:
     def _enter(self, block: str) -> None:
         """Look at many lines at once for what none of them holds: most lines of a log are none of ours."""
         self._here = [item for item in self._lines if item.has in block]
-        self._marks_here = [item.mark for item in formats("block") if item.mark in block]
+        self._marks_here = [item.has for item in formats("block") if item.has in block]
         self._server_here = tells_of_server(block)
 
     def _of_text(self, text: str, name: str) -> Iterator[Record]:
@@ -104,7 +104,8 @@ class Reader:
                     log.forget()
                 continue
             line, text = numbered
-            if text.startswith(_JSON) and may_match(text) and (content := load_json(text.removeprefix("data: "))) is not None:
+            content = load_json(text.removeprefix("data: ")) if text.startswith(_JSON) and may_match(text) else None
+            if content is not None:
                 yield from self._of_json(content, f"{name}:{line}")
             elif records := self._of_line(text[:MAX_LOG_CHARACTERS], name, line):
                 yield from records

@@ -50,6 +50,12 @@ class Log:
         self.totals[drafter] = record.derive()
         return [record] + ([window] if window else [])
 
+    def figures(self, record: Record, values: Mapping[str, str], text: str) -> list[Record]:
+        """A line that says all by itself."""
+        if slot := _slot(text):
+            record.details["slot"] = slot
+        return [record]
+
     def bench_row(self, record: Record, values: Mapping[str, str], text: str) -> list[Record]:
         """A table row of one plain setting; ``pp`` rows give the time of one forward of q_len tokens."""
         rate, forward, q_len = record.output_tokens_per_s, *map(record.details.get, ("forward_tokens_per_s", "q_len"))

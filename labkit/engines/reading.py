@@ -112,7 +112,8 @@ class Input:
         """Line number from 1, and text without colour and envelope; None where lines were passed over.
 
         A carriage return inside a line (progress bars) ends a part of it. Lines above ``MAX_LINE_BYTES`` are dropped
-        and named in `notes`. ``enter`` sees the text of the lines to come. ``sampled``: long inputs are read in part (`_due`), which `notes` tells.
+        and named in `notes`. ``enter`` sees the text of the lines to come. ``sampled``: long inputs are read in part
+        (`_due`), which `notes` tells.
         """
         number, rest, passing, passed, data = 1, b"", False, 0, b"\n"
         while data:

@@ -124,6 +124,13 @@ class Log:
         self.pending.append(record)
         return self.ready()
 
+    def one_batch_line(self, record: Record, values: Mapping[str, str], text: str) -> list[Record]:
+        """bench_one_batch prints the median step and batch / median step."""
+        one_batch(record, values)
+        if record.step_ms and record.output_tokens_per_s:
+            record.batch_size = float(round(record.step_ms * record.output_tokens_per_s / 1000))
+        return [record]
+
     def _window(self, record: Record, rank: _Rank) -> None:
         """What this window holds besides steady decoding: prefill, idle time, a stall."""
         record.prefill_mixed = rank.prefill_lines > 0

@@ -80,9 +80,9 @@ def formats(*reads: str) -> tuple[Format, ...]:
     found = []
     for row in read_table("engine_formats.csv"):
         if row["read"] in reads:
-            pattern = re.compile(re.escape(row["mark"]) if row["read"] == "block" else row["mark"])
             kept = {name: text for name, text in row.items() if name != "source"}
-            found.append(Format(**kept, fields=labels.get((row["engine"], row["kind"]), {}), pattern=pattern))
+            names = labels.get((row["engine"], row["kind"]), {})
+            found.append(Format(**kept, fields=names, pattern=re.compile(row["mark"])))
     return tuple(found)
 
 
