@@ -133,9 +133,9 @@ class MetricsPages:
             elif target.startswith("gauge "):
                 scrape.gauges[target.removeprefix("gauge ")].append(value)
             elif target:
-                scrape.counters[target] += value
+                scrape.counters[target] += round(value)
                 if target in COUNTS:
-                    scrape.engines[sample.labels.get("engine", sample.labels.get("dp_rank", ""))][target] += value
+                    scrape.engines[sample.labels.get("engine", sample.labels.get("dp_rank", ""))][target] += round(value)
         return done
 
     def flush(self) -> list[Record]:
