@@ -100,6 +100,8 @@ def _load(record: Record) -> Iterator[str]:
     details = record.details
     if record.prefill_mixed and record.scope == "window":
         yield "prefill-mixed window: prefill ran between this line and the one before; no step time from it"
+    if details.get("batch_changed"):
+        yield "running requests changed inside this window: its step time is of several batch sizes"
     if details.get("num_queued"):  # 8
         yield f"{details['num_queued']:g} requests were waiting: throughput is limited by admission, TTFT by the queue"
     if details.get("cached_tokens"):

@@ -17,6 +17,7 @@ from labkit.errors import InputError
 
 ENGINES = ("auto", "sglang", "vllm", "llamacpp", "trtllm", "aiperf", "guidellm", "llamabenchy", "specforge", "mlx-vlm")
 _SAMPLES = ("sglang:", "vllm:", "llamacpp:", "trtllm_")
+_SERVER_KEYS = {"attention_backend", "internal_states", "vllm_config", "env_vars"}
 _JSON = ("{", "[{", "data: {")
 
 
@@ -133,7 +134,7 @@ class Reader:
         """Records of every known object inside a JSON value; the outermost object that matches wins."""
         done: set[int] = set()
         for node in objects(content):
-            if "attention_backend" in node or "internal_states" in node or "vllm_config" in node:
+            if not _SERVER_KEYS.isdisjoint(node):
                 self.server.take_args(node)
             if id(node) not in done and (found := match_json(node)) is not None:
                 done.update(id(inner) for inner in objects(node))

@@ -133,9 +133,11 @@ class MetricsPages:
             elif target.startswith("gauge "):
                 scrape.gauges[target.removeprefix("gauge ")].append(value)
             elif target:
-                scrape.counters[target] += round(value)
+                scrape.counters[target] += value
                 if target in COUNTS:
-                    scrape.engines[sample.labels.get("engine", sample.labels.get("dp_rank", ""))][target] += round(value)
+                    scrape.engines[sample.labels.get("engine", sample.labels.get("dp_rank", ""))][target] += round(
+                        value
+                    )
         return done
 
     def flush(self) -> list[Record]:

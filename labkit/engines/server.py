@@ -19,13 +19,14 @@ _GPU = re.compile(r"NVIDIA ([A-Z]{1,4}\d{2,4}\w*(?: \w+)?)|(RTX [\w ]{4,40}?)(?=
 # Arguments that say nothing about cost may hold secrets and are not kept.
 _KEPT = re.compile(
     r"attention|speculative|spec_|num_spec|method|backend|page_size|block_size|kv_cache_dtype|^dtype|cuda_?graph|enforce_eager"
-    r"|tp_size|tensor_parallel|max_running|max_num_seqs|context_length|max_model_len|quantization|synthetic|rejection"
+    r"|tp_size|tensor_parallel|max_running|max_num_seqs|context_length|max_model_len|quantization|synthetic|rejection|(?i:simulate_acc|force_num_accepted)"
 )
 
 _SETTING = re.compile(
     r"method|model|num_speculative_tokens|parallel_drafting|quantization|kv_cache_dtype|disable_padded_drafter_batch"
     r"|(?:prompt_lookup|suffix|synthetic|draft|rejection|attention|moe)_\w+"
 )
+_IMPOSED = re.compile("synth|(?i:simulate_acc_len|force_num_accepted)")
 _PROGRAMS = {"sglang": "sglang", "vllm": "vllm", "llama-": "llamacpp", "trtllm": "trtllm"}
 _ENVIRONMENT = re.compile(r"([A-Z][A-Z0-9_]+)=(.*)")
 
@@ -101,7 +102,9 @@ class Server:
     @property
     def imposed(self) -> bool:
         """Whether the server was told which acceptance to have."""
-        return any("synth" in name for name in self.args) or self.args.get("rejection_sample_method") == "synthetic"
+        switches = [text for name, text in self.args.items() if _IMPOSED.search(name)]
+        given = any(not text.startswith("-") for text in switches)  # a negative length switches SGLang's off
+        return given or self.args.get("rejection_sample_method") == "synthetic"
 
 
 def tells_of_server(text: str) -> bool:

@@ -52,17 +52,17 @@ def _decision(forms: frozenset[tuple[str, int]], fits: frozenset[tuple[str, int]
 class _Rank:
     """What one rank has printed since its last decode line, and its usual steps by octave of cached tokens."""
 
-    __slots__ = ("cached_tokens", "from_idle", "last", "num_recent", "prefill_lines", "recent")
+    __slots__ = ("batch", "cached_tokens", "from_idle", "last", "num_recent", "prefill_lines", "recent")
 
     def __init__(self) -> None:
         self.recent: dict[int, deque[float]] = {}
         self.num_recent = 0  # windows to compare with
-        self.restart(None)
+        self.restart(None, None)
 
-    def restart(self, now: str | None) -> None:
+    def restart(self, now: str | None, batch: float | None) -> None:
         """A decode line ends the window: nothing has been printed since."""
         self.prefill_lines = self.cached_tokens = self.from_idle = 0.0
-        self.last = now
+        self.last, self.batch = now, batch
 
     def usual(self, octave: int) -> tuple[float, float]:
         """The usual step near this many cached tokens (0: none yet), and how many times more tokens this is."""
@@ -89,7 +89,7 @@ class Log:
     def forget(self) -> None:
         """Lines were passed over: what ran before the next decode line is unknown."""
         for rank in self.ranks.values():
-            rank.restart(None)
+            rank.restart(None, None)
 
     def _given(self) -> tuple[int | None, int | None]:
         """Draft tokens, root counted, and depth by the server's arguments."""
@@ -154,7 +154,9 @@ class Log:
         if record.prefill_mixed and (silence := _seconds(rank.last, record.time)) > _SILENT_S:
             record.details["silent_s"] = silence
             record.warn(f"no decode line for {silence:.0f} s while prefill ran: decoding was starved, means hide it")
-        rank.restart(record.time)
+        if batch is not None and rank.batch not in (None, batch):
+            record.details["batch_changed"] = True
+        rank.restart(record.time, batch)
 
     def ready(self, at_end: bool = False) -> list[Record]:
         """Settle the rate form by the waiting lines; give out what needs no further lines."""

@@ -19,10 +19,11 @@ class Log:
         self.companions: dict[str, Record] = {}
         self.totals: Record | None = None
         self.kv_tokens: float | None = None
+        self.batch: float | None = None
 
     def forget(self) -> None:
         """Lines were passed over: the throughput lines before that belong to no line after it."""
-        self.companions = {}
+        self.companions, self.batch = {}, None
 
     def v1(self, record: Record, values: Mapping[str, str], text: str) -> list[Record]:
         """A window; steps, k and the bonus are settled by arithmetic."""
@@ -58,6 +59,9 @@ class Log:
             rate = sum(line.output_tokens_per_s or 0 for line in lines)
             batch = sum(line.batch_size or 0 for line in lines)
             record.batch_size, record.output_tokens_per_s = batch or None, rate or None
+            if self.batch not in (None, batch):
+                record.details["batch_changed"] = True
+            self.batch = batch
             # A prompt token costs far less than a generated one: fewer of them than generated ones do not show.
             record.prefill_mixed = sum(line.details.get("prompt_tokens_per_s", 0) for line in lines) > rate
             record.details["num_queued"] = sum(line.details.get("num_queued", 0) for line in lines)
