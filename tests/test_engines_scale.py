@@ -9,14 +9,23 @@ import pytest
 
 from tests.big_logs import LENGTHS, STEP_MS, STEP_MS_PER_1K, write
 
-MAIN = """
-import resource, sys
+# ru_maxrss of a child starts at what its parent had: the high-water mark of the process itself does not.
+PEAK = """
+import sys, time
+
+def peak():
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) >> 10 for line in file if line.startswith("VmHWM"))
+"""
+MAIN = (
+    PEAK
+    + """
 from labkit.cli import main
 code = main(sys.argv[1:])
-print("peak MiB", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10, "CPU s",
-      round(sum(resource.getrusage(resource.RUSAGE_SELF)[:2]), 1), file=sys.stderr)
+print("peak MiB", peak(), "CPU s", round(time.process_time(), 1), file=sys.stderr)
 raise SystemExit(code)
 """
+)
 
 
 def labkit(*arguments, stdin=None):
@@ -76,3 +85,54 @@ def test_a_diagnosis_reads_a_stated_part_of_a_long_log(tmp_path, way):
     assert found["intercept_ms"][0] == pytest.approx(STEP_MS, rel=0.02)
     assert found["roles"]["verify"]["backend"] == "triton"
     assert not any("idle" in warning or "starved" in warning for warning in found["warnings"])
+
+
+def traced(path, num_steps, kernels):
+    """A trace of a server under vLLM's ranges: ``num_steps`` of 1.6 ms, each with this many kernels."""
+    args = {"grid": [24, 4, 1], "stream": 7, "registers per thread": 128, "est. achieved occupancy %": 30, "device": 0}
+    with path.open("w") as file:
+        file.write('{"schemaVersion": 1, "deviceProperties": [{}], "traceEvents": [\n')
+        for i in range(num_steps):
+            names = ("forward", 0, 1000), ("sample", 1000, 100), ("draft", 1100, 300)
+            events = [
+                {
+                    "ph": "X",
+                    "cat": "gpu_user_annotation",
+                    "name": f"gpu_model_runner: {n}",
+                    "ts": 1600 * i + t,
+                    "dur": d,
+                }
+                for n, t, d in names
+            ]
+            events += [
+                {"ph": "X", "cat": "kernel", "name": name, "ts": 1600 * i + 1400 * j / kernels, "dur": 1000 / kernels}
+                | {"args": args}
+                for j in range(kernels)
+                for name in ["flash_fwd_splitkv_kernel" if j % 2 else "gemm"]
+            ]
+            file.write(",\n".join(json.dumps(event, indent=1) for event in events) + ",\n")
+        file.write('{"ph": "M", "name": "end"}\n]}')
+
+
+TRACE = (
+    PEAK
+    + """
+from labkit.engines.trace import read_steps
+before = peak()
+rows, notes = read_steps(sys.argv[1])
+count = sum(row["phase"] == "verify" for row in rows)
+print(count, peak() - before, "MiB,", round(time.process_time(), 1), "s", notes)
+"""
+)
+
+
+@pytest.mark.parametrize("mib", [16, pytest.param(300, marks=pytest.mark.soak)])
+def test_a_long_trace_takes_little_memory(tmp_path, mib):
+    path, num_steps = tmp_path / "trace.json", 5 * mib
+    traced(path, num_steps, 1000)
+    assert path.stat().st_size > mib << 20
+    done = subprocess.run([sys.executable, "-c", TRACE, str(path)], capture_output=True, text=True, check=True)
+    count, memory, *_ = done.stdout.split()
+    print(mib, "MiB:", done.stdout)
+    assert int(count) == num_steps - 1
+    assert int(memory) < 60 + mib // 8  # 24 bytes a kernel, of some 300

@@ -7,8 +7,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from labkit.cli import main
-from labkit.engines.trace import is_trace, read_steps
+from labkit.engines.trace import is_trace
+from labkit.engines.trace import read_steps as steps_of
 from labkit.errors import InputError
+
+
+def read_steps(path):
+    rows, notes = steps_of(path)
+    return list(rows), notes
 
 
 def kernel(name, begin, length, grid=(8, 1, 1), kind="kernel"):

@@ -88,7 +88,7 @@ def run_diagnose(arguments: argparse.Namespace) -> int:
     elif arguments.file and is_trace(arguments.file):
         steps, notes = read_steps(arguments.file)
         version, problems = arguments.engine_version, []
-        found = diagnose_trace(steps, gpu=arguments.gpu, model=arguments.model, version=version)
+        found = diagnose_trace(list(steps), gpu=arguments.gpu, model=arguments.model, version=version)
         found.warnings += notes
         server = Server(found.engine, version, arguments.model, arguments.gpu)
         content, lines = found.to_dict(), [render(found)]

@@ -4,6 +4,7 @@ Phases come from named ranges (vLLM prints them), else from kernels that mark a 
 ``data/reference/engine_trace.csv`` names both. Read event by event; kept are the times and a number per kernel name.
 """
 
+import contextlib
 import itertools
 import json
 import re
@@ -21,7 +22,9 @@ from labkit.errors import InputError
 
 MAX_EVENT_CHARACTERS, MAX_HEADER_CHARACTERS, MAX_EVENTS = 1 << 20, 64 << 20, 20_000_000
 _MAX_US = 1e18  # 30,000 years; NaN and infinity are no times
+_DECODER, _BETWEEN = json.JSONDecoder(), " \t\r\n,"
 _DEVICE, _RANGES = ("kernel", "gpu_memcpy", "gpu_memset"), {"user_annotation": "cpu", "gpu_user_annotation": "gpu"}
+_KINDS = (*_DEVICE, *_RANGES, "cpu_op")
 _ENGINES = ("sglang", "vllm")
 Phase = tuple[float, float, str]
 
@@ -44,7 +47,7 @@ def events(source: Input) -> Iterator[dict[str, Any]]:
 
     Raises InputError: no list of events, or an event larger than any.
     """
-    decoder, text, position = json.JSONDecoder(), "", 0
+    text = ""
     while not (start := re.search(r'"traceEvents"\s*:\s*\[', text)):
         chunk = source.read(1 << 20)
         if not chunk or len(text) > MAX_HEADER_CHARACTERS:
@@ -52,21 +55,33 @@ def events(source: Input) -> Iterator[dict[str, Any]]:
         text += chunk.decode("utf-8", "replace")
     text = text[start.end() :]
     while True:
-        position = re.compile(r"[\s,]*").match(text, position).end()  # type: ignore[union-attr]
+        found, text = _whole(text)
+        yield from (event for event in found if isinstance(event, dict))
+        if text.startswith("]"):
+            return
+        if len(text) > MAX_EVENT_CHARACTERS:
+            raise InputError(f"{source.name}: an event of more than 1 MiB; wanted a torch-profiler trace")
+        if not (chunk := source.read(1 << 18)):
+            source.notes.append("the trace is cut off; the steps before that were read")
+            return
+        text += chunk.decode("utf-8", "replace")
+
+
+def _whole(text: str) -> tuple[list[Any], str]:
+    """The whole events at the start of a text, and what follows them."""
+    found, text = list[Any](), text.lstrip(_BETWEEN)
+    if cut := text.rfind("},\n") + 1:  # as torch writes them an event ends with its line: all of them at once
+        with contextlib.suppress(ValueError, RecursionError):  # that was inside of an event: one after the other
+            found, text = json.loads(f"[{text[:cut]}]"), text[cut:].lstrip(_BETWEEN)
+    position = 0
+    while position < len(text):
         try:
-            event, position = decoder.raw_decode(text, position)
-            if isinstance(event, dict):
-                yield event
+            event, position = _DECODER.raw_decode(text, position)
         except (ValueError, RecursionError):
-            if text[position : position + 1] == "]":
-                return
-            text, position, chunk = text[position:], 0, source.read(1 << 18)
-            if len(text) > MAX_EVENT_CHARACTERS:
-                raise InputError(f"{source.name}: an event of more than 1 MiB; wanted a torch-profiler trace") from None
-            if not chunk:
-                source.notes.append("the trace is cut off; the steps before that were read")
-                return
-            text += chunk.decode("utf-8", "replace")
+            break
+        found.append(event)
+        position += len(text[position : position + 64]) - len(text[position : position + 64].lstrip(_BETWEEN))
+    return found, text[position:]
 
 
 def _table(what: str) -> list[tuple[re.Pattern[str], str, str]]:
@@ -83,19 +98,22 @@ class _Events:
         ranges: dict[str, list[Phase]] = {"gpu": [], "cpu": []}
         patterns = _table("range")
         for event in events(source):
-            begin, length, name, kind = (event.get(key, 0) for key in ("ts", "dur", "name", "cat"))
+            kind = event.get("cat")
+            if event.get("ph") != "X" or kind not in _KINDS:
+                continue
+            begin, length, name = event.get("ts", 0), event.get("dur", 0), event.get("name", 0)
             usable = isinstance(begin, int | float) and isinstance(length, int | float) and isinstance(name, str)
-            if event.get("ph") != "X" or not usable or not (abs(begin) < _MAX_US and 0 <= length < _MAX_US):
+            if not usable or not (abs(begin) < _MAX_US and 0 <= length < _MAX_US):
                 continue
             if kind in _RANGES:
                 found = [(pattern.search(name), phase) for pattern, phase, _ in patterns]
                 ranges[_RANGES[kind]] += [(begin, begin + length, m[1] if p == "*" else p) for m, p in found if m]
-            elif kind in _DEVICE or kind == "cpu_op":
+            else:
                 grid = str((event.get("args") or {}).get("grid", "")) if isinstance(event.get("args"), dict) else ""
                 row = (begin, length, names.setdefault((name[:200], grid[:40]), len(names)))
                 for values, value in zip(times["gpu" if kind in _DEVICE else "cpu"], row, strict=True):
                     values.append(value)
-                if max(len(side[0]) for side in times.values()) > MAX_EVENTS:
+                if len(times["gpu"][0]) + len(times["cpu"][0]) > MAX_EVENTS:
                     raise InputError(f"{source.name}: more than {MAX_EVENTS} kernels; record fewer steps")
         self.side = "gpu" if times["gpu"][0] else "cpu"
         begins, lengths, numbers = map(np.array, times[self.side])
@@ -122,12 +140,12 @@ class _Events:
         return found
 
 
-def read_steps(path: str | Path) -> tuple[list[dict[str, Any]], list[str]]:
+def read_steps(path: str | Path) -> tuple[Iterator[dict[str, Any]], list[str]]:
     """Rows of a trace, one per step and phase, and notes on what could not be told.
 
     Returns
     -------
-    list of dict
+    iterator of dict
         step_index, phase, forward_ms (busy), attention_ms, other_ms, kernels (name, grid, count, ms; the largest ten),
         and of the whole step: step_ms (wall), gap_ms (wall minus busy). The last, unfinished step is left out.
 
@@ -148,7 +166,7 @@ def read_steps(path: str | Path) -> tuple[list[dict[str, Any]], list[str]]:
     if len(first) < 2:
         raise InputError(f"{path}: wanted two steps with draft, verify or accept phases (names: docs/importing.md)")
     steps = (_step(content, n, phases[a:b], phases[b][0]) for n, (a, b) in enumerate(itertools.pairwise(first)))
-    return list(itertools.chain.from_iterable(steps)), notes
+    return itertools.chain.from_iterable(steps), notes
 
 
 def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
