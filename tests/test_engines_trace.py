@@ -121,7 +121,26 @@ class Annotated:
         return {}
 
 
-def test_recorded_from_our_own_loop_under_the_names_of_an_engine(tmp_path):
+class Marked:
+    """The loop's clock, with SGLang's marking kernels at the end of drafting and at acceptance."""
+
+    def __init__(self, record_function):
+        self.record_function = record_function
+
+    def start_step(self):
+        pass
+
+    def lap(self, part):
+        if part in (marks := {"draft": "build_tree_efficient", "verify": "VerifyTreeGreedy"}):
+            with self.record_function(marks[part]):
+                pass
+
+    def end_step(self):
+        return {}
+
+
+def recorded(path, clock):
+    """The steps of the loop on the CPU, with real attention in them, and their trace as the profiler writes it."""
     torch = pytest.importorskip("torch")
     from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -136,17 +155,41 @@ def test_recorded_from_our_own_loop_under_the_names_of_an_engine(tmp_path):
 
     target = Target()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        drafter, clock = OracleDrafter(target, (True, False)), Annotated(record_function)
-        (done,) = speculate(target, drafter, [[1, 2]], num_speculative_tokens=2, max_new_tokens=9, clock=clock)
-    path = tmp_path / "loop.json"
+        options = {"num_speculative_tokens": 2, "max_new_tokens": 9, "clock": clock(record_function)}
+        (done,) = speculate(target, OracleDrafter(target, (True, False)), [[1, 2]], **options)
     profiler.export_chrome_trace(str(path))
+    return len(done.steps)
+
+
+def test_recorded_from_our_own_loop_under_the_ranges_of_vllm(tmp_path):
+    path = tmp_path / "loop.json"
+    num_steps = recorded(path, Annotated)
     rows, _ = read_steps(path)
-    assert [row["phase"] for row in rows] == ["draft", "verify", "accept"] * (len(done.steps) - 1)
+    assert [row["phase"] for row in rows] == ["draft", "verify", "accept"] * (num_steps - 1)
     for row in rows:
         assert 0 < row["forward_ms"] < row["step_ms"]
         assert (row["attention_ms"] > 0) == (row["phase"] == "verify")
         assert row["attention_ms"] <= row["forward_ms"]
     assert all(row["gap_ms"] > 0 for row in rows)
+
+
+def test_recorded_from_our_own_loop_under_the_kernel_names_of_sglang(tmp_path):
+    path = tmp_path / "loop.json"
+    num_steps = recorded(path, Marked)
+    content = json.loads(path.read_text())
+    attention = "aten::scaled_dot_product_attention"
+    for event in content["traceEvents"]:  # operators of the CPU as a device would run them
+        if event.get("cat") in ("cpu_op", "user_annotation") and not event["name"].startswith("Profiler"):
+            event["cat"] = "kernel"
+            event["name"] = "_fwd_kernel" if event["name"] == attention else event["name"].replace("aten::", "")
+    path.write_text(json.dumps(content, indent=1))
+    rows, notes = read_steps(path)
+    assert "draft_extend cannot be told from draft" in notes[0]
+    assert {row["step_index"] for row in rows} == set(range(num_steps - 2))  # the first and the last are cut
+    for row in rows:
+        assert (row["attention_ms"] > 0) == (row["phase"] == "verify")
+        assert row["step_ms"] > row["gap_ms"] > 0
+    assert main(["diagnose", str(path), "--json"]) == 0
 
 
 def test_cut_trace_gives_the_steps_before(tmp_path):
