@@ -6,11 +6,10 @@ from typing import Any
 
 from labkit.engines import llamacpp, sglang, vllm
 from labkit.engines.record import Record
-from labkit.engines.tables import Format, at, formats, from_histogram, labelled, number, numbers
+from labkit.engines.tables import Format, at, formats, from_histogram, number, numbers
 
 MODULES = {"sglang": sglang, "vllm": vllm, "llamacpp": llamacpp}
 _MAX_BLOCK_LINES = 120
-_BOUND = "the rate is over reconstructed drafts (k x iterations): a lower bound"
 _REPEATED_STARTS = ("Serving Benchmark Result", "total_num_output_tokens")
 
 
@@ -22,30 +21,18 @@ def _average(value: Any) -> float | None:
 
 
 def trtllm_bench(record: Record, node: Mapping[str, Any]) -> None:
-    """Percentiles of the requests; drafts are reconstructed from iterations."""
-    length = _average(at(node, "decoding_stats.acceptance_length_percentiles"))
-    rate = _average(at(node, "decoding_stats.draft_acceptance_rate_percentiles"))
-    record.mean_acceptance_length = length
-    if rate is not None:
-        _older_rate(record, rate)
-    if record.draft_acceptance_rate is not None:
-        record.warn(_BOUND)
-
-
-def trtllm_console(record: Record, node: Mapping[str, Any]) -> None:
-    """Tagged lines; [AR] of older builds is a length where it is above 1."""
-    if record.mean_acceptance_length is None and (older := record.details.get("older_acceptance_rate")) is not None:
-        _older_rate(record, older)
-    if record.draft_acceptance_rate is not None:
-        record.warn(_BOUND)
-
-
-def _older_rate(record: Record, rate: float) -> None:
-    if rate > 1:
+    """Percentiles of the requests, or tagged lines; drafts are reconstructed from iterations."""
+    stats = at(node, "decoding_stats") or {}
+    printed = _average(at(stats, "acceptance_length_percentiles"))
+    length = record.mean_acceptance_length if printed is None else printed
+    older = record.details.get("older_acceptance_rate", record.draft_acceptance_rate)
+    rate = _average(at(stats, "draft_acceptance_rate_percentiles")) or older
+    if rate is not None and rate > 1:
         record.warn("older builds call output / iterations an acceptance rate: it is a length and was taken as one")
-        record.mean_acceptance_length = record.mean_acceptance_length or rate
-    else:
-        record.draft_acceptance_rate = rate
+        length, rate = length or rate, record.draft_acceptance_rate
+    if rate is not None:
+        record.warn("the rate is over reconstructed drafts (k x iterations): a lower bound")
+    record.mean_acceptance_length, record.draft_acceptance_rate = length, rate
 
 
 def aiperf(record: Record, node: Mapping[str, Any]) -> None:
@@ -53,11 +40,6 @@ def aiperf(record: Record, node: Mapping[str, Any]) -> None:
     if histogram := numbers(node.get("pooled_spec_decode_acceptance_histogram")):
         record.zero_draft_steps = "excluded"
         from_histogram(record, histogram)
-
-
-def iteration(record: Record, node: Mapping[str, Any]) -> None:
-    """One engine iteration."""
-    record.step_ms_source = "printed" if record.step_ms else None
 
 
 def trtllm_request(record: Record, node: Mapping[str, Any]) -> None:
@@ -103,8 +85,6 @@ class Blocks:
                 self.values.setdefault("positions", []).extend(numbers(value)[:1])
             elif mark and value.strip():
                 self.values[name] = value.strip()
-            else:
-                self.values |= labelled(text)
         return done
 
     def flush(self) -> list[Record]:

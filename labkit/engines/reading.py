@@ -5,7 +5,6 @@ Memory is bounded whatever comes: a longer line is dropped and named, gzip is ex
 
 import codecs
 import gzip
-import io
 import json
 import re
 import sys
@@ -28,33 +27,6 @@ _ENVELOPES = ("log", "MESSAGE")  # docker's json-file driver; journalctl -o json
 _DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile)
 
 
-_UTF16 = {b"\xff\xfe": "utf-16-le", b"\xfe\xff": "utf-16-be"}
-
-
-class _Recoded(io.RawIOBase):
-    """A file of another encoding as UTF-8, piece by piece; what is no text of it becomes the replacement character."""
-
-    def __init__(self, file: Any, encoding: str):
-        self._file, self._decoder = file, codecs.getincrementaldecoder(encoding)("replace")
-        self._rest = b""
-        file.read(2)  # the byte order mark
-
-    def readable(self) -> bool:
-        """Yes."""
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Fill the buffer with the next bytes of UTF-8."""
-        while not self._rest:
-            data = self._file.read1(1 << 16)
-            self._rest = self._decoder.decode(data, final=not data).encode("utf-8", "replace")
-            if not data:
-                break
-        size = min(len(self._rest), len(buffer))
-        buffer[:size], self._rest = self._rest[:size], self._rest[size:]
-        return size
-
-
 class Input:
     """A file, ``-`` for stdin, read as decompressed bytes. Raises InputError where there is no such file."""
 
@@ -68,19 +40,21 @@ class Input:
             raise InputError(f"{path}: {problem}; wanted a log, metrics page, result file or trace (- is stdin)")
         else:
             self.size, self._raw = Path(path).stat().st_size, Path(path).open("rb", 1 << 20)  # noqa: SIM115
+        self._decoder: Any = None
         self._gzip = self._raw.peek(2)[:2] == b"\x1f\x8b"
         self.file: Any = gzip.GzipFile(fileobj=self._raw) if self._gzip else self._raw
-        if (encoding := _UTF16.get(self.start(2))) is not None:  # as PowerShell writes what is redirected
-            self.file = io.BufferedReader(_Recoded(self.file, encoding), 1 << 20)
+        wide = self.start(2) in (b"\xff\xfe", b"\xfe\xff")  # as PowerShell writes what is redirected
+        self._decoder = codecs.getincrementaldecoder("utf-16")("replace") if wide else None
         self._expanded, self._shown, self._part = 0, 0, (-1, 0)
         self._bar = progress(self.size >> 20, f"read {Path(path).name} MiB") if self.size > _PROGRESS_BYTES else None
 
     def start(self, size: int = 1 << 16) -> bytes:
         """The first bytes, without taking them."""
         try:
-            return self.file.peek(size)[:size]
+            data = self.file.peek(size)[:size]
         except _DAMAGED as error:
             raise InputError(f"{self.name}: wanted a gzip file, got {error}") from error
+        return data.decode("utf-16", "replace").encode("utf-8", "replace") if self._decoder else data
 
     def read(self, size: int) -> bytes:
         """Some bytes, at most ``size``; b"" at the end or where a gzip file is cut off.
@@ -100,6 +74,8 @@ class Input:
         if self._bar is not None and (done := (self._raw.tell() if self.size else self._expanded) >> 20) > self._shown:
             self._bar.update(done - self._shown)
             self._shown = done
+        if self._decoder and data:
+            return self._decoder.decode(data).encode("utf-8", "replace") or self.read(size)  # half of a character
         return data
 
     def close(self) -> None:

@@ -11,28 +11,6 @@ from labkit.engines.server import Server
 from labkit.engines.tables import read_table
 from labkit.errors import InputError
 
-_LOAD = "--dataset-name random --random-input-len 4096 --random-output-len 512 --num-prompts 16 --max-concurrency 1"
-# Start of a launch line, and the engine's own tool that sends requests: the same ones whenever the seed is the same.
-_LAUNCH = {
-    "sglang": (
-        "sglang serve --model-path {}",
-        f"python -m sglang.bench_serving --backend sglang --base-url http://127.0.0.1:30000 --seed 1 {_LOAD}",
-    ),
-    "vllm": (
-        "vllm serve {}",
-        f"vllm bench serve --base-url http://127.0.0.1:8000 --model {{}} --ignore-eos --seed 1 {_LOAD}",
-    ),
-    "llamacpp": (
-        "llama-server -m {}",
-        "curl -s http://127.0.0.1:8080/completion -d "
-        """'{{"prompt": "PROMPT", "n_predict": 512, "temperature": 0, "cache_prompt": false}}'""",
-    ),
-    "trtllm": (
-        "trtllm-serve {}",
-        "python -m tensorrt_llm.serve.scripts.benchmark_serving --backend openai --host 127.0.0.1 --port 8000 "
-        f"--model {{}} --random-ids --ignore-eos --seed 1 {_LOAD}",
-    ),
-}
 _DRAFT_FLAGS = ("--spec", "--draft", "--model-draft", "-md", "-hfd", "-devd", "-ngld", "-ctkd", "-ctvd")
 _IMPOSED = ("SGLANG_SIMULATE", "TLLM_SPEC_DECODE")
 _SPEC_FLAGS = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
@@ -49,7 +27,9 @@ def recipe(name: str, server: Server | None, launch: str | None) -> list[str]:
         wanted = "all-reject, k-sweep or backend-ab and an engine that has its switch"
         raise InputError(f"recipe: wanted {wanted}, got {name!r}, {server.engine!r}")
     model = shlex.quote(server.model or "MODEL")
-    start, bench = (text.format(model) for text in _LAUNCH[server.engine])
+    # The engine's own tool sends the requests: the same ones whenever the seed is the same.
+    (program,) = (row for row in read_table("engine_programs.csv") if row["engine"] == server.engine)
+    start, bench = (program[name].format(model) for name in ("launch", "requests"))
     given = launch or " ".join([start, *_flags(server)])
     lines = [f"# {name}: start each server in turn and send the same requests twice; compare the second ones"]
     for row in rows:

@@ -15,10 +15,9 @@ from labkit.engines.record import COUNTS, Record
 from labkit.paths import REFERENCE
 
 _NUMBER = re.compile(r"[-+]?\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?")
-_LABEL = re.compile(
-    r"(?:^ *|[,.;|\]] *|\s{2,})([#A-Za-z](?:\([^()]{0,40}\)|[^:=,;{}\[\]()]){0,60}?)\s*[:=](?=\s|[-\d])"
-)
 _RECORD_FIELDS = {item.name for item in fields(Record)}
+_KINDS = {"cuda_graph": "flag", "acceptance_rate_per_pos": "rates"}
+_KINDS |= dict.fromkeys(("model", "engine_version", "time"), "text")
 _MAX_NODES, _MAX_LAYOUTS = 200_000, 4
 
 
@@ -56,18 +55,11 @@ class Format:
                 setattr(record, name, str(value)[:200])
             elif (found := number(value)) is not None:
                 found = found if factor == 1 else round(found * factor, 12)
-                if kind != "detail" or found < 0:
+                if name in _RECORD_FIELDS or found < 0:
                     store(record, name, found)
                 else:
                     details[name] = found
         return record
-
-
-def _kind(name: str) -> str:
-    if name in ("model", "engine_version", "time"):
-        return "text"
-    kinds = {"cuda_graph": "flag", "acceptance_rate_per_pos": "rates"}
-    return kinds.get(name, "field" if name in _RECORD_FIELDS else "detail")
 
 
 @functools.cache
@@ -76,7 +68,7 @@ def formats(*reads: str) -> tuple[Format, ...]:
     labels: dict[tuple[str, str], dict[str, tuple[str, float, str]]] = {}
     for row in read_table("engine_fields.csv"):
         names = labels.setdefault((row["engine"], row["kind"]), {})
-        names[row["label"]] = (row["field"], float(row["factor"]), _kind(row["field"]))
+        names[row["label"]] = (row["field"], float(row["factor"]), _KINDS.get(row["field"], "number"))
     found = []
     for row in read_table("engine_formats.csv"):
         if row["read"] in reads:
@@ -110,13 +102,6 @@ def numbers(value: Any) -> list[float]:
     """All numbers of a list or of a text."""
     values = re.findall(r"\d+\.?\d*", value) if isinstance(value, str) else value if isinstance(value, list) else []
     return [item for item in map(number, values) if item is not None]
-
-
-def labelled(text: str) -> dict[str, str]:
-    """``label: value`` pairs of any line; a value runs to the next label and may be a list of numbers."""
-    marks = list(_LABEL.finditer(text))
-    ends = [mark.start() for mark in marks] + [len(text)]
-    return {mark[1].strip(): text[mark.end() : ends[i + 1]].strip(" ,") for i, mark in enumerate(marks)}
 
 
 class Layouts:
@@ -155,6 +140,7 @@ def store(record: Record, name: str, value: float) -> None:
     if value < 0:
         record.warn(f"{name} of {value:g} is below 0: not used")
     elif name in _RECORD_FIELDS:
+        record.step_ms_source = "printed" if name == "step_ms" else record.step_ms_source
         setattr(record, name, round(value) if name in (*COUNTS, "num_speculative_tokens") else value)
     else:
         record.details[name] = value
