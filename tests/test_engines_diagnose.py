@@ -381,10 +381,11 @@ def test_bad_launch_lines(line):
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
 def test_recipes_are_printed_with_the_bench_tool(name, engine):
     lines = recipe(name, server(engine, "0.33.0", attention_backend="fa3"), None)
-    commands = [line for line in lines if not line.startswith("#")]
+    *commands, replay = [line for line in lines if not line.startswith("#")]
+    assert replay.startswith("labkit replay --base-url http://127.0.0.1:")
     assert commands[1::2] == [commands[1]] * (len(commands) // 2)
     assert commands[1].startswith({"sglang": "python -m sglang.bench_serving", "vllm": "vllm bench serve"}[engine])
-    assert "labkit" not in " ".join(lines)
+    assert not any(word.startswith("--") and line.split().count(word) > 1 for line in commands for word in line.split())
     assert {"all-reject": "1", "k-sweep": "8", "backend-ab": "flashinfer"}[name] in " ".join(commands).lower()
 
 
@@ -497,6 +498,22 @@ def test_a_running_server_is_asked(capsys, gauge):
     assert found["bands"][0]["mean_acceptance_length"] == pytest.approx(2.8)
     assert found["bands"][0]["num_windows"] == 1
     assert any("since the start" in text for text in found["unknown"]) == (not gauge)
+
+
+def test_recipe_from_the_info_of_a_running_server(capsys):
+    httpd = HTTPServer(("127.0.0.1", 0), Pages)
+    httpd.gauge = True
+    threading.Thread(target=httpd.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{httpd.server_port}"
+    assert main(["diagnose", "--base-url", url, "--recipe", "all-reject"]) == 0
+    httpd.shutdown()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2] == (
+        "SGLANG_SIMULATE_ACC_LEN=1.0 sglang serve --model-path org/Llama-3.3-70B-x --attention-backend triton "
+        "--speculative-num-draft-tokens 4"
+    )
+    assert "sglang serve --model-path org/Llama-3.3-70B-x --attention-backend triton" in lines
+    assert lines[-1].startswith("labkit replay --base-url")
 
 
 def test_stored_attention_runs_are_diagnosed(capsys):

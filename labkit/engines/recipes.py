@@ -34,11 +34,16 @@ def recipe(name: str, server: Server | None, launch: str | None) -> list[str]:
     lines = [f"# {name}: start each server in turn and send the same requests twice; compare the second ones"]
     for row in rows:
         for value in row["values"].split() or [""]:
-            line = f"{plain(given)} --speculative-config {_settings(server, row, value)}" if row["settings"] else given
+            own = tuple(word for word in row["command"].split() if word.startswith("--"))  # set anew by the recipe
+            line, base = plain(given, own), plain(given, _DRAFT_FLAGS + own)
+            line = f"{base} --speculative-config {_settings(server, row, value)}" if row["settings"] else line
             rows_verified = int(value) + 1 if value.isdecimal() else ""
-            words = {"value": value, "launch": line, "plain": plain(given), "rows": rows_verified}
+            words = {"value": value, "launch": line, "plain": base, "rows": rows_verified}
             lines += [f"# {row['title'].format(**words)}", row["command"].format(**words), bench]
-    return lines if name == "backend-ab" else [*lines, "# plain decode, the baseline", plain(given), bench]
+    lines += [] if name == "backend-ab" else ["# plain decode, the baseline", plain(given), bench]
+    urls = " ".join(f"http://127.0.0.1:{int(program['port']) + i}" for i in range(2))
+    side = "# or two of them side by side, on two ports: byte-identical requests in turns, at each context length"
+    return [*lines, side, f"labkit replay --base-url {urls} --scene depth content --out runs"]
 
 
 def _flags(server: Server) -> list[str]:
@@ -60,12 +65,12 @@ def _settings(server: Server, row: dict[str, str], value: str) -> str:
     return shlex.quote(json.dumps((kept or {"method": "METHOD", "model": "DRAFTER"}) | changed))
 
 
-def plain(launch: str) -> str:
-    """A launch line without its speculative flags and their values."""
+def plain(launch: str, flags: tuple[str, ...] = _DRAFT_FLAGS) -> str:
+    """A launch line without its speculative flags, or without those that begin so, and their values."""
     kept, skip = list[str](), False
     for word in shlex.split(launch):
         flag = word.startswith("-")
-        skip = word.startswith(_DRAFT_FLAGS) if flag else skip
+        skip = word.startswith(flags) if flag else skip
         if not skip and not word.startswith(_IMPOSED):
             kept.append(word)
         skip = skip and flag and "=" not in word
