@@ -108,7 +108,7 @@ def _trace(data: bytes, folder: Path) -> None:
 
     (folder / "x").write_bytes(data)
     is_trace(folder / "x")
-    steps, _ = read_steps(folder / "x")
+    steps = list(read_steps(folder / "x")[0])
     json.dumps(steps, allow_nan=False)
     render(diagnose_trace(steps))
 

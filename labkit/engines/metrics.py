@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from labkit.engines.record import COUNTS, Record, difference
-from labkit.engines.tables import Format, formats, store
+from labkit.engines.tables import Format, formats, number, store
 
 SAMPLE = re.compile(
     r"^(sglang|vllm|llamacpp|trtllm)[:_][A-Za-z_]\w*(?:\{.{0,4096}\})?\s+[-+\d.eENaInf]+(?:\s+[\d.]+)?$"
@@ -121,7 +121,7 @@ class MetricsPages:
             scrape.model = scrape.model or sample.labels.get("model_name")
             base, position = name.removesuffix("_total"), sample.labels.get("position", "")
             target = item.fields.get(base, ("", 1.0))[0]
-            if not abs(value) < 1e15:  # NaN as well
+            if number(value) is None:  # NaN as well
                 continue
             if (
                 base == "spec_decode_num_accepted_tokens_per_pos"

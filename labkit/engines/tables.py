@@ -95,7 +95,8 @@ def number(value: Any) -> float | None:
             value = float(match[0].replace(",", "").rstrip(".")) if match else None
     elif isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if value is not None and abs(value) < 1e15 else None  # no figure is larger; NaN is not smaller
+    # No figure is larger or smaller; NaN is neither.
+    return float(value) if value is not None and (1e-12 < abs(value) < 1e15 or value == 0) else None
 
 
 def numbers(value: Any) -> list[float]:
