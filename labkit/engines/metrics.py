@@ -5,11 +5,10 @@ averaged: a mean of ratios over ranks is no ratio of the whole.
 """
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Any
 
-from labkit.engines.record import COUNTS, Record, difference
+from labkit.engines.record import COUNTS, Record
 from labkit.engines.tables import Format, formats, number, store
 
 SAMPLE = re.compile(
@@ -26,16 +25,29 @@ class _Scrape:
     place: str
     model: str | None = None
     seen: set[tuple[str, str]] = field(default_factory=set)
-    counters: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    counters: dict[str, dict[str, float]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(float)))
     positions: dict[int, float] = field(default_factory=lambda: defaultdict(float))
     gauges: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    engines: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))  # counts of each engine
+
+    def total(self) -> dict[str, float]:
+        """The counters, which are kept by engine, summed."""
+        names = dict.fromkeys(name for own in self.counters.values() for name in own)
+        return {name: sum(own.get(name, 0) for own in self.counters.values()) for name in names}
+
+    def since(self, before: "_Scrape") -> "_Scrape":
+        """What ran between two scrapes: differences only, no gauges."""
+        found = _Scrape(self.place, self.model)
+        for engine, own in self.counters.items():
+            old = before.counters.get(engine, {})
+            found.counters[engine] = {name: value - old.get(name, 0) for name, value in own.items()}
+        found.positions = {i: count - before.positions.get(i, 0) for i, count in self.positions.items()}
+        return found
 
     def record(self, item: Format) -> Record:
         """Totals since start, and gauges of the last window."""
         record = Record(item.engine, item.kind, item.scope, item.definition, self.place, model=self.model)
         record.zero_draft_steps = item.zero_draft_steps
-        for name, value in self.counters.items():
+        for name, value in self.total().items():
             store(record, name, value)
         for name, values in self.gauges.items():
             if name in _SUMMED_GAUGES or len(values) == 1:
@@ -48,28 +60,32 @@ class _Scrape:
             record.num_speculative_tokens = round(rows) - 1
         steps = record.num_drafted_steps
         if steps and self.positions:
-            record.acceptance_rate_per_pos = [self.positions[i] / steps for i in range(max(self.positions) + 1)]
+            rates = [self.positions.get(i, 0) / steps for i in range(max(self.positions) + 1)]
+            record.acceptance_rate_per_pos = rates
         if "num_emitted_tokens" in record.details:
             _v0(record)
         if steps is None and record.mean_acceptance_length is not None:
             record.scope = "window"
-        _means(record.details)
-        self.tell_engines(record, None)
+        for name in [key.removeprefix("num_") for key in record.details if key.startswith("num_")]:
+            if (seconds := record.details.get(f"{name}_s")) is not None and (count := record.details[f"num_{name}"]):
+                record.details[f"{name}_mean_ms"] = 1000 * seconds / count
+        self._tell_engines(record)
         return record.derive()
 
-    def tell_engines(self, record: Record, before: "_Scrape | None") -> None:
+    def _tell_engines(self, record: Record) -> None:
         """The counts of each engine beside the sum, and whether their lengths differ."""
-        found = {}
-        for name, counts in self.engines.items() if len(self.engines) > 1 else ():
-            own = counts - before.engines.get(name, Counter()) if before else counts
-            steps, accepted = own["num_drafted_steps"], own["num_accepted_tokens"]
-            found[name] = dict(own) | ({"mean_acceptance_length": 1 + accepted / steps} if steps else {})
-        if found:
-            record.details["engines"] = found
-            lengths = sorted(own["mean_acceptance_length"] for own in found.values() if "mean_acceptance_length" in own)
-            if lengths and lengths[-1] - lengths[0] > _UNEQUAL * lengths[0]:
-                text = f"lengths of the {len(found)} engines lie between {lengths[0]:.2f} and {lengths[-1]:.2f}"
-                record.warn(f"{text}; details has the counts of each")
+        found = {name: {n: own[n] for n in COUNTS if n in own} for name, own in self.counters.items()}
+        found = {name: own for name, own in found.items() if own}
+        if len(found) < 2:
+            return
+        record.details["engines"], lengths = found, list[float]()
+        for own in found.values():
+            if steps := own.get("num_drafted_steps"):
+                own["mean_acceptance_length"] = 1 + own.get("num_accepted_tokens", 0) / steps
+                lengths.append(own["mean_acceptance_length"])
+        if lengths and max(lengths) - min(lengths) > _UNEQUAL * min(lengths):
+            text = f"lengths of the {len(found)} engines lie between {min(lengths):.2f} and {max(lengths):.2f}"
+            record.warn(f"{text}; details has the counts of each")
 
 
 def _v0(record: Record) -> None:
@@ -77,7 +93,8 @@ def _v0(record: Record) -> None:
     emitted, drafted = record.details["num_emitted_tokens"], record.num_drafted_tokens
     record.details["num_matches"], record.num_accepted_tokens = record.num_accepted_tokens, None
     share = record.details.get("system_efficiency", 0) * (drafted or 0) / (emitted or 1)  # k / (k + 1)
-    if drafted and 0 < share < 1 and abs((k := share / (1 - share)) - round(k)) < 0.1 and round(k):
+    k = record.num_speculative_tokens or (share / (1 - share) if 0 < share < 1 else 0)
+    if drafted and round(k) and abs(k - round(k)) < 0.1:
         record.num_speculative_tokens = round(k)
         record.num_drafted_steps = round(drafted / round(k))
         record.num_accepted_tokens = round(emitted - record.num_drafted_steps)
@@ -86,20 +103,13 @@ def _v0(record: Record) -> None:
         record.warn("V0 counts matches after a miss as accepted; without k neither length nor rate follows from them")
 
 
-def _means(details: dict[str, Any]) -> None:
-    """Sums and counts of latencies to means: ``ttft_s`` over ``num_ttft`` is ``ttft_mean_ms``."""
-    for name in [key.removeprefix("num_") for key in details if key.startswith("num_")]:
-        if (total := details.get(f"{name}_s")) is not None and details[f"num_{name}"]:
-            details[f"{name}_mean_ms"] = 1000 * total / details[f"num_{name}"]
-
-
 class MetricsPages:
     """Samples to records. A series that comes again starts the next scrape, in the same file or the next one."""
 
     def __init__(self) -> None:
         self.formats = {item.engine: item for item in formats("metrics")}
         self.open: dict[str, _Scrape] = {}
-        self.before: dict[str, tuple[_Scrape, Record]] = {}
+        self.before: dict[str, _Scrape] = {}
 
     def feed(self, text: str, place: str) -> list[Record]:
         """Records of a scrape that this sample (a line that `SAMPLE` matches) ends."""
@@ -133,11 +143,7 @@ class MetricsPages:
             elif target.startswith("gauge "):
                 scrape.gauges[target.removeprefix("gauge ")].append(value)
             elif target:
-                scrape.counters[target] += value
-                if target in COUNTS:
-                    scrape.engines[sample.labels.get("engine", sample.labels.get("dp_rank", ""))][target] += round(
-                        value
-                    )
+                scrape.counters[sample.labels.get("engine", sample.labels.get("dp_rank", ""))][target] += value
         return done
 
     def flush(self) -> list[Record]:
@@ -146,34 +152,33 @@ class MetricsPages:
 
     def _finish(self, item: Format) -> list[Record]:
         scrape = self.open.pop(item.engine)
-        record, earlier = scrape.record(item), self.before.get(item.engine)
-        self.before[item.engine] = (scrape, record)
-        window = difference(earlier[1], record) if earlier else None
-        if window is not None and earlier is not None:
-            _run_between(earlier[0], scrape, window)
-        elif earlier is not None:
-            fell = any(value < earlier[0].counters.get(name, 0) for name, value in scrape.counters.items())
-            record.warn(_FELL if fell else "nothing ran since the page before: there is no run between the two")
+        record, before = scrape.record(item), self.before.get(item.engine)
+        self.before[item.engine] = scrape
         known = (record.steps, record.num_drafted_tokens, record.mean_acceptance_length, record.output_tokens_per_s)
-        return ([record] if any(value is not None for value in known) else []) + ([window] if window else [])
+        found = [record] if any(value is not None for value in known) else []
+        if before is None:
+            return found
+        between = scrape.since(before)
+        changed = between.total()
+        if min(changed.values(), default=0) < 0:
+            record.warn(_FELL)
+            return found
+        if not any([changed[name] for name in COUNTS if name in changed] or changed.values()):
+            record.warn("nothing ran since the page before: there is no run between the two")
+            return found
+        if record.num_speculative_tokens:
+            between.gauges["num_speculative_tokens"] = [record.num_speculative_tokens]
+        return [*found, _run(between.record(item), changed)]
 
 
-def _run_between(before: _Scrape, after: _Scrape, window: Record) -> None:
-    """Complete the record of what ran between two scrapes, in place: differences only, no gauges."""
-    window.scope = "run"
-    window.batch_size = window.output_tokens_per_s = window.step_ms = window.step_ms_source = None
-    changed = {name: value - before.counters.get(name, 0) for name, value in after.counters.items()}
-    window.details = {name: value for name, value in changed.items() if name in window.details}
-    if after.positions and (steps := window.num_drafted_steps):
-        counts = [after.positions[i] - before.positions.get(i, 0) for i in range(max(after.positions) + 1)]
-        window.acceptance_rate_per_pos = [count / steps for count in counts]
-    tokens, steps = changed.get("output_tokens"), window.num_verify_steps
-    if window.engine == "sglang" and tokens and steps:
-        window.definition = _POOLED
-        window.mean_acceptance_length = (tokens - changed.get("num_requests", 0)) / steps
-    _means(window.details)
-    after.tell_engines(window, before)
+def _run(run: Record, changed: dict[str, float]) -> Record:
+    """Complete the record of what ran between two scrapes."""
+    run.scope, run.kind = "run", f"{run.kind} difference"
+    if run.engine == "sglang" and (tokens := changed.get("output_tokens")) and run.num_verify_steps:
+        run.definition = _POOLED
+        run.mean_acceptance_length = (tokens - changed.get("num_requests", 0)) / run.num_verify_steps
     if (iterations := changed.get("num_iterations")) and changed.get("iteration_tokens"):
-        window.details["tokens_per_iteration"] = changed["iteration_tokens"] / iterations
+        run.details["tokens_per_iteration"] = changed["iteration_tokens"] / iterations
     if (seconds := changed.get("itl_s")) and changed.get("num_itl"):
-        window.details["inverse_itl_tokens_per_s"] = changed["num_itl"] / seconds
+        run.details["inverse_itl_tokens_per_s"] = changed["num_itl"] / seconds
+    return run

@@ -175,15 +175,15 @@ def _json_keys() -> tuple[tuple[Format, list[tuple[str, str]]], ...]:
     return tuple((item, [(path, path.partition(".")[0]) for path in paths]) for item, paths in needs)
 
 
+@functools.cache
+def _json_marks() -> tuple[str, ...]:
+    marks = {keys[0][0].rpartition(".")[2] for _, keys in _json_keys()} | {"attention_backend", "vllm_config"}
+    return tuple(f'"{mark}"' for mark in sorted(marks))
+
+
 def may_match(text: str) -> bool:
     """Whether JSON text may hold an object of a known format or a server's arguments: a look before it is parsed."""
     return any(mark in text for mark in _json_marks())
-
-
-@functools.cache
-def _json_marks() -> tuple[str, ...]:
-    marks = {path.rpartition(".")[2] for _, keys in _json_keys() for path, _ in keys[:1]}
-    return tuple(f'"{mark}"' for mark in sorted(marks | {"attention_backend", "vllm_config"}))
 
 
 def match_json(node: Mapping[str, Any]) -> tuple[Format, Record] | None:
