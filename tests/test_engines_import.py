@@ -13,7 +13,7 @@ import pytest
 from labkit.cli import main
 from labkit.engines.importing import Reader, import_files
 from labkit.engines.reading import Input, clean
-from labkit.engines.tables import Layouts, formats
+from labkit.engines.tables import formats, pairs
 from labkit.errors import InputError
 
 SG = "#token: 5120, token usage: 0.02, accept len: 2.80"
@@ -572,15 +572,11 @@ def test_an_early_prefill_line_marks_the_window(tmp_path):
     assert [record.prefill_mixed for record in records] == [False, True]
 
 
-def test_lines_with_the_same_labels_are_read_as_one_pattern():
-    layouts, line = Layouts(), ", #running-req: {}, accept len: {}, rates: 0.8, 0.6, gen throughput (token/s): {},"
-    for values in (("4", "2.80", "410.20"), ("5", "", "9"), ("6", "nan", "x y")):
-        found = layouts.read(line.format(*values))
-        wanted = {"#running-req": values[0], "accept len": values[1], "rates": "0.8, 0.6"}
-        assert found == wanted | {"gen throughput (token/s)": values[2]}
-        assert len(layouts.known) == 1
-    other = layouts.read("#running-req: 4, rates: 0.8, new: 7, accept len: 2.80")
-    assert other == {"#running-req": "4", "rates": "0.8", "new": "7", "accept len": "2.80"}
+def test_a_value_may_be_a_list_and_a_line_may_be_cut():
+    found = pairs(", #running-req: 4, note, accept len: 2.80, rates: 0.8, 0.6, dur(b,g,a) = 1, 2 ms, x y: nan,")
+    values = {"#running-req": "4, note", "accept len": "2.80", "rates": "0.8, 0.6", "dur(b,g,a)": "1, 2 ms"}
+    assert found == values | {"x y": "nan"}
+    assert pairs(". #running-req: 4, accept len:") == {"#running-req": "4, accept len:"}
 
 
 def test_sglang_counters_leave_the_prefill_tokens_out(tmp_path):

@@ -1,7 +1,7 @@
 """From files to records: which format a line or document has, in one pass and bounded memory."""
 
 import itertools
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from labkit.engines.reading import MAX_DOCUMENT_BYTES, MAX_LOG_CHARACTERS, Input
 from labkit.engines.record import Record
 from labkit.engines.roles import resolve_roles
 from labkit.engines.server import Server, tells_of_server
-from labkit.engines.tables import Layouts, formats, match_json, may_match, number, numbers, objects
+from labkit.engines.tables import formats, match_json, may_match, number, numbers, objects, pairs
 from labkit.errors import InputError
 
 ENGINES = ("auto", "sglang", "vllm", "llamacpp", "trtllm", "aiperf", "guidellm", "llamabenchy", "specforge", "mlx-vlm")
@@ -29,7 +29,6 @@ class Reader:
             raise InputError(f"engine: wanted one of {', '.join(ENGINES)}, got {engine!r}")
         self.engine, self.metrics, self.notes = engine, MetricsPages(), list[str]()
         self._lines = [item for item in formats("labels", "regex") if engine in ("auto", item.engine)]
-        self._layouts: dict[str, Layouts] = defaultdict(Layouts)
         self._here, self._marks_here, self._server_here = self._lines, list[str](), True
         self._start(Server())
 
@@ -119,8 +118,7 @@ class Reader:
     def _of_line(self, text: str, name: str, line: int) -> list[Record]:
         for item in self._here:
             if item.has in text and (match := item.pattern.search(text)):
-                rest = text[match.end() :]
-                values = match.groupdict() if item.read == "regex" else self._layouts[item.kind].read(rest)
+                values = match.groupdict() if item.read == "regex" else pairs(text[match.end() :])
                 return getattr(self._logs[item.engine], item.then)(item.record(values, f"{name}:{line}"), values, text)
         if text.startswith(_SAMPLES) and SAMPLE.match(text):
             return self.metrics.feed(text, f"{name}:{line}")

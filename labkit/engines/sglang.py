@@ -18,10 +18,6 @@ _MAX_PENDING, _STALL, _SILENT_S = 500, 5.0, 60
 OLD, STRICT = "length / draft tokens", "(length - 1) / (draft tokens - 1)"
 _BOTH = "accept rate fits both forms on these lines, so it is not used; server_args or another acceptance would decide"
 _DEFINITIONS = {form: f"{{}}; accept rate = {form}, decided by arithmetic" for form in (OLD, STRICT)}
-_COUNT_NAMES = {
-    "num_accepted_tokens": ("spec_num_correct_drafts", "spec_accepted_drafts", "spec_accept_token_num"),
-    "num_drafted_tokens": ("spec_num_proposed_drafts", "spec_proposed_drafts", "spec_draft_token_num"),
-}
 
 
 @functools.lru_cache(1 << 14)
@@ -218,13 +214,12 @@ def _idle(record: Record) -> None:
 
 
 def meta_info(record: Record, node: Mapping[str, Any]) -> None:
-    """Counts of one response; their names changed twice."""
+    """Counts of one response; the table has the names of three generations, the last one last."""
     steps, output = record.num_verify_steps or 0, record.details.get("output_tokens")
+    accepted = record.num_accepted_tokens
     if histogram := numbers(node.get("spec_correct_drafts_histogram") or node.get("spec_accept_histogram")):
         from_histogram(record, histogram)
-    for field, names in _COUNT_NAMES.items():
-        found = [value for name in names if (value := number(node.get(name))) is not None]
-        setattr(record, field, round(found[0]) if found else getattr(record, field))
+    record.num_accepted_tokens = record.num_accepted_tokens if accepted is None else accepted
     if record.num_accepted_tokens is None and output and steps:
         record.mean_acceptance_length = (output - 1) / steps
         record.definition = "(completion - 1) / verify steps: without the token that prefill emits"

@@ -18,7 +18,7 @@ _NUMBER = re.compile(r"[-+]?\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?")
 _RECORD_FIELDS = {item.name for item in fields(Record)}
 _KINDS = {"cuda_graph": "flag", "acceptance_rate_per_pos": "rates"}
 _KINDS |= dict.fromkeys(("model", "engine_version", "time"), "text")
-_MAX_NODES, _MAX_LAYOUTS = 200_000, 4
+_MAX_NODES = 200_000
 
 
 @dataclass(frozen=True)
@@ -105,35 +105,19 @@ def numbers(value: Any) -> list[float]:
     return [item for item in map(number, values) if item is not None]
 
 
-class Layouts:
-    """Reads lines with ``, `` between their pairs; the labels of one become a pattern for those after it."""
-
-    def __init__(self) -> None:
-        self.known: list[tuple[re.Pattern[str], tuple[str, ...]]] = []
-
-    def read(self, text: str) -> dict[str, str]:
-        """``label: value`` pairs of a line; a value may be a list of numbers."""
-        text = text.rstrip(" ,")
-        for pattern, labels in self.known:
-            if match := pattern.fullmatch(text):
-                return dict(zip(labels, match.groups(), strict=True))
-        found, last, parts = dict[str, str](), "", [""]
-        for part in text.split(", "):
-            label, mark, value = part.partition(": ")
-            if not mark:
-                label, mark, value = part.partition(" = ")
-            if mark:
-                last = label.strip(" .|")
-                found[last] = value
-                parts.append(f"{re.escape(label + mark)}([^,]*)")
-            elif last:
-                found[last] += ", " + part
-                parts[-1] = parts[-1].replace("[^,]*", "[^:=]*?")  # no label is inside of it
-            else:
-                parts[0] = "[^,]*"
-        if len(self.known) < _MAX_LAYOUTS and len(found) == len(parts) - 1:
-            self.known.append((re.compile(", ".join(parts if parts[0] else parts[1:])), tuple(found)))
-        return found
+def pairs(text: str) -> dict[str, str]:
+    """``label: value`` or ``label = value`` pairs of a line, with ``, `` between; a value may be a list of numbers."""
+    found, last = dict[str, str](), ""
+    for part in text.rstrip(" ,").split(", "):
+        label, mark, value = part.partition(": ")
+        if not mark:
+            label, mark, value = part.partition(" = ")
+        if mark:
+            last = label.strip(" .|")
+            found[last] = value
+        elif last:
+            found[last] += ", " + part
+    return found
 
 
 def store(record: Record, name: str, value: float) -> None:
