@@ -78,6 +78,7 @@ def test_a_diagnosis_reads_a_stated_part_of_a_long_log(tmp_path, way):
         text, _, _ = labkit("diagnose", path, "--json")
     found = json.loads(text)
     (note,) = [warning for warning in found["warnings"] if "MiB were read" in warning]
+    assert ("ever fewer" if way == "stdin" else "evenly spread") in note
     read, whole = (int(note.split(": ", 1)[1].split()[i]) for i in (0, 2))
     assert 8 <= read <= 24
     assert whole in (36, 37)

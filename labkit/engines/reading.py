@@ -20,7 +20,6 @@ MAX_LINE_BYTES = 32 << 20  # one JSON line with the details of every request may
 MAX_LOG_CHARACTERS = 1 << 15  # no engine prints a longer log line; patterns never see more
 MAX_DOCUMENT_BYTES = 32 << 20
 BLOCK_BYTES, HEAD_MIB, TAIL_MIB = 1 << 20, 6, 12
-_SAMPLED = f"the first {HEAD_MIB} MiB and evenly spread MiB of the rest; labkit import reads all"
 MAX_EXPANSION, FREE_EXPANSION_BYTES, _PROGRESS_BYTES = 200, 1 << 28, 64 << 20
 _ANSI = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b\n]{0,256}(?:\x07|\x1b\\)")
 _ENVELOPES = ("log", "MESSAGE")  # docker's json-file driver; journalctl -o json
@@ -115,7 +114,9 @@ class Input:
                 rest, passing = b"", True
         if passed:
             read, share = (self._expanded - passed) >> 20, 1 - passed / self._expanded
-            self.notes.append(f"{read} of {self._expanded >> 20} MiB were read ({share:.0%}): {_SAMPLED}")
+            rest_of = f"the first {HEAD_MIB} and {'evenly spread' if self.size else 'ever fewer'} ones of the rest"
+            text = f"{read} of {self._expanded >> 20} MiB were read ({share:.0%}): {rest_of}"
+            self.notes.append(f"{text}; labkit import reads all")
 
     def _due(self, place: int) -> bool:
         """Whether what starts at this byte is read where a long input is read in part.
