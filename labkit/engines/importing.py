@@ -102,6 +102,7 @@ class Reader:
             if numbered is None:  # what follows does not join what came before
                 for log in self._logs.values():
                     log.forget()
+                yield from self._blocks.flush()
                 continue
             line, text = numbered
             content = load_json(text.removeprefix("data: ")) if text.startswith(_JSON) and may_match(text) else None
