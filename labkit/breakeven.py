@@ -42,7 +42,7 @@ class Breakeven:
         `breakeven_ceiling` is k+1, the longest acceptance length there can be; `reason` says why a cell is undecided
         and what else to know about it.
     crossovers : one dict per curve: ``CURVE_COLUMNS`` and ``crossovers``, a list of {context_len, low, high,
-        direction, decided}.
+        direction, decided, pays_at, loses_at} (`labkit.decide.crossovers`).
     turning_points : the same along the batch size: one dict per curve at a context, ``crossovers`` hold batch_size in
         place of context_len. A direction "pays below" means: speculation stops paying above that many requests.
     baseline, confidence, resamples, seed : what was asked for.
@@ -98,8 +98,8 @@ def breakeven(
     With an imposed length every step is taken to draft k tokens. Not counted: prefill and the drafter's prefill.
 
     Verdicts: ``cannot_pay`` if the lower bound of relative_step_cost exceeds k+1, ``pays`` if speedup_low > 1,
-    ``loses`` if speedup_high < 1, else ``undecided``. With borrowed acceptance a cell that would pay or lose is
-    ``undecided`` and the reason tells which; ``cannot_pay`` stands, as it rests on cost alone.
+    ``loses`` if speedup_high < 1, else ``undecided``; an acceptance length of 1 never pays. With borrowed acceptance a
+    cell that would pay or lose is ``undecided`` and the reason tells which; ``cannot_pay`` rests on cost alone.
 
     cost_rows : loop rows: plain and speculative arms interleaved, step_ms in ms; or step rows: decode and verify
         forwards interleaved (see `labkit.decide.forward_costs`); or the cells that `step_costs` made of either.
@@ -184,7 +184,8 @@ def _judge(
     low, high = np.exp(percentile_interval(found.draws, settings.confidence))
     cost_low, cost_high = np.exp(percentile_interval(found.cost_draws, settings.confidence))
     length_bounds = np.exp(percentile_interval(found.length_draws, settings.confidence))
-    verdict, remark = _verdict(low, high, cost_low, ceiling, borrowed=source is not None and bool(source.borrowed_from))
+    borrowed = source is not None and bool(source.borrowed_from)
+    verdict, remark = _verdict(low, high, cost_low, ceiling, length.length, borrowed=borrowed)
     reasons = [why, *_remarks(cost, source, length, ratios, decode_backend, settings.baseline), remark]
     reasons += [*(source.notes if source else ()), *cost.notes]
     cell = cost.key | {
@@ -236,10 +237,14 @@ def _remarks(
     return remarks
 
 
-def _verdict(low: float, high: float, cost_low: float, ceiling: int, *, borrowed: bool) -> tuple[str, str | None]:
+def _verdict(
+    low: float, high: float, cost_low: float, ceiling: int, length: float, *, borrowed: bool
+) -> tuple[str, str | None]:
     """The verdict, and what must be said with it."""
     if cost_low > ceiling:
         return "cannot_pay", None
+    if low > 1 and length <= 1:
+        return "undecided", "no draft is kept, yet a step is cheaper than plain decode: the baseline is not the fastest"
     verdict = "pays" if low > 1 else "loses" if high < 1 else "undecided"
     if borrowed and verdict != "undecided":
         return "undecided", f"would be {verdict!r}"
@@ -270,12 +275,14 @@ def _curves(cells: pd.DataFrame, draws: list[np.ndarray], confidence: float, axi
             # A place without this text's acceptance is a gap: nothing is interpolated across it.
             columns = np.searchsorted(places, curve[axis])
             log_speedup = np.full(len(places), np.nan)
-            log_speedup[columns] = np.log(curve["speedup"])
+            # With one token per step nothing is gained: a speed-up above 1 tells of the baseline.
+            logs = np.log(curve["speedup"].to_numpy(float))
+            log_speedup[columns] = np.where(curve["mean_acceptance_length"] > 1, logs, np.minimum(logs, 0))
             log_draws = np.full((len(draws[0]), len(places)), np.nan)
             log_draws[:, columns] = np.stack([draws[index] for index in curve.index], axis=1)
-            undecided = np.ones(len(places), bool)
-            undecided[columns] = curve["verdict"] == "undecided"
-            found = crossovers(places.astype(float), log_speedup, log_draws, confidence, undecided)
+            decided = np.zeros(len(places), bool)
+            decided[columns] = curve["verdict"] != "undecided"
+            found = crossovers(places.astype(float), log_speedup, log_draws, confidence, decided)
             along = [{axis: item.pop("context_len")} | item for item in found]
             curves.append(_plain(curve.iloc[0][names].to_dict()) | {"crossovers": along})
     return curves

@@ -1,6 +1,7 @@
 """Where things lie. Notebooks, tests and the command line start from different folders: nothing resolves from '.'."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from labkit.errors import InputError
@@ -12,6 +13,22 @@ RUNS = DATA / "runs"
 FIGURES = ROOT / "figures"
 NOTEBOOKS = ROOT / "notebooks"
 BUILD = ROOT / "build"
+
+
+def check_out(path: Path, endings: Sequence[str] = ()) -> Path:
+    """``path`` if a file can be written there; asked before the work whose result it will hold.
+
+    Raises InputError: an ending other than these, or a folder that is missing or cannot be written to.
+    """
+    if endings and path.suffix.lstrip(".") not in endings:
+        raise InputError(f"--out {path}: want a file ending in .{', .'.join(endings)}")
+    if path.is_dir():
+        raise InputError(f"--out {path}: want a file, this is a folder")
+    if not path.parent.is_dir():
+        raise InputError(f"--out {path}: no such folder {path.parent}")
+    if not os.access(path.parent, os.W_OK):
+        raise InputError(f"--out {path}: cannot write to {path.parent}")
+    return path
 
 
 def write_whole(path: Path, content: bytes) -> Path:

@@ -19,7 +19,7 @@ def crossovers(
     log_speedup: np.ndarray,
     draws: np.ndarray,
     confidence: float,
-    undecided: np.ndarray | None = None,
+    decided: np.ndarray | None = None,
 ) -> list[dict[str, float | str | bool | None]]:
     """Crossings of one curve, left to right; none, one or several.
 
@@ -29,15 +29,17 @@ def crossovers(
 
     context_lens, log_speedup : float64 [num_contexts], contexts ascending.
     draws : resampled log speed-ups [resamples, num_contexts].
-    undecided : whether the verdict of each cell is undecided [num_contexts].
+    decided : whether the verdict of each cell is decided [num_contexts]; None: all are.
 
     Returns a list of dict: context_len, low, high (tokens; None = not bounded within the measured contexts, or no
-    interval for a neighbour), direction, "pays below" or "pays above", and decided: False where the verdicts on both
-    sides are undecided, so that the direction is no claim.
+    interval for a neighbour), direction, "pays below" or "pays above", pays_at and loses_at: the nearest decided cells
+    on the two sides, with no gap and no other crossing between (None: there is none), and decided: whether both are
+    there. Only then is the direction a claim.
     """
     position = np.log2(np.maximum(context_lens, 1))
     resampled = np.isfinite(draws).any(axis=0)
     draws = draws[np.isfinite(draws[:, resampled]).all(axis=1)]
+    decided = np.isfinite(log_speedup) if decided is None else decided
     found: list[tuple[float, dict[str, float | str | bool | None]]] = []
     for falling in (True, False):
         estimates = _crossings(position, log_speedup, falling)
@@ -50,15 +52,30 @@ def crossovers(
             nearest = np.where(np.isnan(nearest), beyond, nearest)
             if not resampled[index : index + 2].all():
                 nearest = np.array([])
+            left = _first_decided(log_speedup, decided, range(index, -1, -1))
+            right = _first_decided(log_speedup, decided, range(index + 1, len(decided)))
+            pays, loses = (left, right) if falling else (right, left)
             crossing: dict[str, float | str | bool | None] = {
                 "context_len": float(2 ** estimates[index]),
                 "low": _bound(nearest, (1 - confidence) / 2, "lower"),
                 "high": _bound(nearest, (1 + confidence) / 2, "higher"),
                 "direction": "pays below" if falling else "pays above",
-                "decided": undecided is None or not bool(undecided[index : index + 2].all()),
+                "decided": pays is not None and loses is not None,
+                "pays_at": None if pays is None else float(context_lens[pays]),
+                "loses_at": None if loses is None else float(context_lens[loses]),
             }
             found.append((estimates[index], crossing))
     return [crossing for _, crossing in sorted(found, key=lambda item: item[0])]
+
+
+def _first_decided(log_speedup: np.ndarray, decided: np.ndarray, places: range) -> int | None:
+    """The first decided cell of these; None where the curve ends, breaks or crosses back before one."""
+    for place in places:
+        if not np.isfinite(log_speedup[place]) or (log_speedup[place] > 0) != (log_speedup[places[0]] > 0):
+            return None
+        if decided[place]:
+            return place
+    return None
 
 
 def _bound(positions: np.ndarray, share: float, method: str) -> float | None:

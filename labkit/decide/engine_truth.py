@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from labkit.engines.roles import version_key
-from labkit.engines.tables import read_table
+from labkit.decide.pairings import paired_backends
 from labkit.errors import InputError
 from labkit.results import find_runs, load_runs
 from labkit.shapes import model_shapes
@@ -71,7 +70,7 @@ def engine_cells(rows: pd.DataFrame) -> pd.DataFrame:
     """Relative step cost per engine setting, k, batch and context, both arms from one run.
 
     step_ms, plain_ms : median over windows of the windows' median step, ms. relative_step_cost with its low and high
-    from resampled windows. drafts_per_step : as the engine counted them, per request and step.
+    from resampled windows. drafts_per_step : as the engine counted them, per request and step. num_windows : of both.
 
     Raises InputError: no rows of engine steps.
     """
@@ -102,6 +101,7 @@ def _arm(arm: pd.DataFrame, plain: np.ndarray) -> dict[str, Any]:
         **{"drafts_per_step": float(drafts), "step_ms": step_ms, "plain_ms": plain_ms},
         **{"relative_step_cost": step_ms / plain_ms, "relative_step_cost_low": low, "relative_step_cost_high": high},
         "draft_ms": float(arm["draft_ms"].median()),
+        "num_windows": len(own) + len(plain),
     }
 
 
@@ -128,25 +128,6 @@ def kernel_times(rows: pd.DataFrame) -> pd.DataFrame:
 def _newest(rows: pd.DataFrame, keys: list[str], values: list[str]) -> pd.DataFrame:
     medians = rows.groupby([*keys, "run_id"])[values].median().reset_index()
     return medians.sort_values("run_id").groupby(keys)[values].last().reset_index()
-
-
-def paired_backends(engine: str, version: str | None, setting: str) -> tuple[str, str] | None:
-    """Decode and verify backend that a setting of an engine means here, by ``engine_pairings.csv``; None: unknown."""
-    for row in read_table("engine_pairings.csv"):
-        if row["engine"] == engine and setting in row["setting"].replace("(", " ").split() and _covers(row, version):
-            return row["decode_backend"], row["verify_backend"]
-    return None
-
-
-def _covers(row: dict[str, str], version: str | None) -> bool:
-    text, own = row["engine_version"], version_key(version or "")
-    if not own:
-        return True
-    if text.startswith("before "):
-        return own < version_key(text.removeprefix("before "))
-    low, _, high = text.partition(" to ")
-    parts = (high or low).count(".") + 1  # a last version of two parts holds for its patch releases
-    return version_key(low) <= own and own[:parts] <= version_key(high or low)[:parts]
 
 
 def predict(cells: pd.DataFrame, forwards: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:

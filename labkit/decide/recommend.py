@@ -1,5 +1,6 @@
 """`labkit best-k`: stored costs and acceptance in, a table of the best k out, or the flags that set it in an engine."""
 
+import argparse
 import json
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 
+from labkit.axes import keep_where
 from labkit.decide.best_k import SETTING, best_k, regret
 from labkit.decide.forward_costs import FREE
 from labkit.decide.surface import verdict_surface
@@ -65,6 +67,7 @@ class Recommendation:
             texts = texts.astype({"context_len": int, "batch_size": int})
             table = texts.pivot(index="context_len", columns="batch_size", values="text").fillna("not measured")
             lines.append(table.rename_axis(index="context", columns="batch").to_string())
+            lines += [f"  {note}" for note in acceptance_notes(rows)]
             same = [
                 self.regret[name].isna() if pd.isna(value) else self.regret[name] == value
                 for name, value in names.items()
@@ -85,7 +88,7 @@ class Recommendation:
         comment = f"# k = {k} loses least over {len(self.best)} cells; {open_cells} of them undecided (? in the table)"
         origins = sorted(set(self.best["origin"].dropna()) - {"measured"})
         comment += f"; acceptance partly {', '.join(origins)}" if origins else ""
-        return f"{comment}\n{chosen}"
+        return "\n".join([comment, *(f"# {note}" for note in acceptance_notes(self.best)), chosen])
 
     def one_setting(self) -> tuple[dict[str, Any], int]:
         """The one setting and the k that loses least everywhere. Raises InputError where there are several settings."""
@@ -97,6 +100,14 @@ class Recommendation:
             )
         best = self.regret.sort_values(["mean_regret", "num_speculative_tokens"]).iloc[0]
         return dict(keys.iloc[0]), int(best["num_speculative_tokens"])
+
+
+def acceptance_notes(best: pd.DataFrame) -> list[str]:
+    """In what the acceptance behind a table of `best_k` differs from the cost: device, dtypes, target."""
+    parts = pd.Series([part for reason in best["reason"].dropna() for part in reason.split("; ")], dtype=object)
+    notes = parts[parts.str.startswith("acceptance ")].drop_duplicates().tolist()
+    changes_tokens = any("dtype" in note for note in notes)
+    return notes + ["another dtype may choose other tokens: no acceptance of this cost's own"] * changes_tokens
 
 
 def cell_text(row: Mapping[Hashable, Any]) -> str:
@@ -134,14 +145,7 @@ def recommend(
     acceptance: Any = parse_length(acceptance_length) if acceptance_length else load_runs("acceptance", *paths)
     rows = pd.concat(costs, ignore_index=True)
     surface = verdict_surface(rows, acceptance, acceptance_from=acceptance_from, baseline=baseline)
-    cells = surface.result.cells
-    for condition in where:
-        name, _, value = condition.partition("=")
-        if name not in cells:
-            raise InputError(f"--where {condition}: no such column; want one of {', '.join(SETTING)}")
-        cells = cells[cells[name].astype(str) == value]
-    if cells.empty:
-        raise InputError(f"--where {' '.join(where)}: no cell is left")
+    cells = keep_where(surface.result.cells, where)
     large = rows[rows["status"] == "oom"]
     names = ["target", "context_len", "batch_size"]
     return Recommendation(best_k(cells), regret(cells), large[names].dropna().drop_duplicates())
@@ -171,3 +175,18 @@ def engine_flags(engine: str, drafter: str, k: int) -> str:
         return f"--speculative-config '{json.dumps(settings)}'"
     lines = ["speculative_config:", f"  decoding_type: {method}", f"  max_draft_len: {k}"]
     return "\n".join(lines + ([f"  speculative_model: '{path}'"] if path else []))
+
+
+def run_from_arguments(arguments: argparse.Namespace) -> tuple[dict[str, Any], str, int] | None:
+    """`labkit best-k`."""
+    found = recommend(
+        arguments.paths,
+        acceptance_length=arguments.acceptance_length,
+        acceptance_from=arguments.acceptance_from,
+        baseline=arguments.baseline,
+        where=arguments.where,
+    )
+    if not arguments.emit:
+        return found.to_dict(), found.to_text(), 0
+    print(found.flags(arguments.emit))
+    return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -103,3 +105,28 @@ def committed_figures(*, stale_only: bool = False) -> int:
     if bad := failed(run_batch(parameters={"figures_dir": str(paths.FIGURES)}, out_dir=folder)):
         raise InputError(f"notebooks failed: {', '.join(bad)}; see {folder}")
     return 0
+
+
+def run_tour(_: argparse.Namespace) -> None:
+    """`labkit tour`."""
+    tour()
+
+
+def run_batch_command(arguments: argparse.Namespace) -> int:
+    """`labkit batch`: 1 where a notebook failed."""
+    from labkit.publish.batch import failed
+
+    verdicts = batch(arguments.notebooks, preset=arguments.preset, out_dir=arguments.out, quiet=arguments.json)
+    if arguments.json:
+        print(json.dumps([vars(verdict) for verdict in verdicts], indent=2))
+    return int(bool(failed(verdicts)))
+
+
+def run_demo(arguments: argparse.Namespace) -> int:
+    """`labkit demo`."""
+    return demo(arguments.out, preset=arguments.preset)
+
+
+def run_figures(arguments: argparse.Namespace) -> int:
+    """`labkit figures`."""
+    return committed_figures(stale_only=arguments.stale)
