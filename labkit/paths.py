@@ -31,6 +31,17 @@ def check_out(path: Path, endings: Sequence[str] = ()) -> Path:
     return path
 
 
+def make_folder(folder: Path, name: str) -> Path:
+    """``folder``, created when missing. Raises InputError with ``name``: it cannot be made or written to."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{name}: wanted a folder to write to, got {folder}: {error.strerror}") from error
+    if not os.access(folder, os.W_OK):
+        raise InputError(f"{name}: wanted a folder to write to, got {folder}: Permission denied")
+    return folder
+
+
 def write_whole(path: Path, content: bytes) -> Path:
     """Write a file so that a reader sees the old one or the new one, never half of one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -46,8 +57,4 @@ def cache_dir() -> Path:
     """
     base = os.environ.get("LABKIT_CACHE")
     folder = Path(base) if base else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "labkit"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"cache {folder} (LABKIT_CACHE): wanted a folder to write to, got {error.strerror}") from error
-    return folder
+    return make_folder(folder, "cache (LABKIT_CACHE)")
