@@ -5,7 +5,7 @@ acceptance rows or an imposed length; they meet only where `labkit.decide.accept
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +13,12 @@ import numpy as np
 import pandas as pd
 
 from labkit.decide.acceptance_join import Source, imposed_source, join
-from labkit.decide.crossovers import crossovers
+from labkit.decide.crossovers import curve_crossings
 from labkit.decide.intervals import generator, percentile_interval
 from labkit.decide.speedup import Length, imposed_length, measured_length, relative_step_cost, speedup_of
 from labkit.decide.step_costs import StepCosts, baseline_ms, paired_ratios, step_costs
 from labkit.errors import InputError
-from labkit.rows import distinct, json_value
+from labkit.rows import distinct, plain_record
 
 CELL_COLUMNS = (
     *("gpu", "target", "drafter", "workload", "temperature", "batch_size", "context_len", "num_speculative_tokens"),
@@ -63,9 +63,9 @@ class Breakeven:
             "confidence": self.confidence,
             "resamples": self.resamples,
             "seed": self.seed,
-            "cells": [_plain(cell) for cell in self.cells.to_dict("records")],
-            "curves": [_plain(curve) for curve in self.crossovers],
-            "turning_points": [_plain(curve) for curve in self.turning_points],
+            "cells": [plain_record(cell) for cell in self.cells.to_dict("records")],
+            "curves": [plain_record(curve) for curve in self.crossovers],
+            "turning_points": [plain_record(curve) for curve in self.turning_points],
         }
 
     def to_json(self) -> str:
@@ -138,7 +138,9 @@ def breakeven(
     # Texts stay objects, so that an unknown one is None whether or not the column holds others.
     table = pd.DataFrame(cells, columns=list(CELL_COLUMNS), dtype=object)
     table = table.astype({name: table[name].infer_objects().dtype for name in NUMBERS})
-    curves = {axis: _curves(table, draws, confidence, axis) for axis in ("context_len", "batch_size")}
+    curves = {
+        axis: curve_crossings(table, draws, confidence, axis, CURVE_COLUMNS) for axis in ("context_len", "batch_size")
+    }
     return Breakeven(table, curves["context_len"], curves["batch_size"], baseline, confidence, resamples, seed)
 
 
@@ -259,37 +261,6 @@ def _no_ratio(cost: StepCosts, decode_backend: str | None, shares: np.ndarray, b
         used = ", ".join(f"{j} ({shares[j]:.1%} of steps)" for j in missing)
         return f"no cost was measured for steps with this many drafts: {used}"
     return "no round holds the baseline and every draft length"
-
-
-def _curves(cells: pd.DataFrame, draws: list[np.ndarray], confidence: float, axis: str) -> list[dict[str, Any]]:
-    """Crossings along one axis, context_len or batch_size; none for a curve of a single batch size."""
-    curves = []
-    names = [name for name in (*CURVE_COLUMNS, "context_len") if name != axis]
-    of_text = ["workload", "temperature", "origin"]
-    for _, same_cost in cells.groupby([name for name in names if name not in of_text], dropna=False, sort=True):
-        places = np.sort(same_cost[axis].unique())
-        known = same_cost[same_cost["mean_acceptance_length"].notna()]
-        if axis == "batch_size" and len(places) < 2:
-            continue
-        for _, curve in known.groupby(of_text, dropna=False, sort=True):
-            # A place without this text's acceptance is a gap: nothing is interpolated across it.
-            columns = np.searchsorted(places, curve[axis])
-            log_speedup = np.full(len(places), np.nan)
-            # With one token per step nothing is gained: a speed-up above 1 tells of the baseline.
-            logs = np.log(curve["speedup"].to_numpy(float))
-            log_speedup[columns] = np.where(curve["mean_acceptance_length"] > 1, logs, np.minimum(logs, 0))
-            log_draws = np.full((len(draws[0]), len(places)), np.nan)
-            log_draws[:, columns] = np.stack([draws[index] for index in curve.index], axis=1)
-            decided = np.zeros(len(places), bool)
-            decided[columns] = curve["verdict"] != "undecided"
-            found = crossovers(places.astype(float), log_speedup, log_draws, confidence, decided)
-            along = [{axis: item.pop("context_len")} | item for item in found]
-            curves.append(_plain(curve.iloc[0][names].to_dict()) | {"crossovers": along})
-    return curves
-
-
-def _plain(record: Mapping[Any, Any]) -> dict[str, Any]:
-    return {str(name): json_value(value) for name, value in record.items()}
 
 
 def verdict_table(cells: pd.DataFrame) -> pd.DataFrame:

@@ -18,7 +18,7 @@ from labkit.decide.differences import ABSENT, Sorter, covers
 from labkit.decide.ratios import MATCHED, ONE_LAUNCH, ratio_table, time_column
 from labkit.errors import InputError
 from labkit.results import load_runs, read_sidecar, run_files
-from labkit.rows import distinct, json_value
+from labkit.rows import distinct, plain_record
 
 # Conditions of the rows that a sidecar need not name.
 ROW_FIELDS = (
@@ -76,7 +76,7 @@ class Comparison:
             "comparable": self.comparable,
             "problems": list(self.problems),
             "differences": [asdict(difference) for difference in self.differences],
-            "ratios": [{str(name): json_value(value) for name, value in row.items()} for row in ratios],
+            "ratios": [plain_record(row) for row in ratios],
         }
 
     def to_text(self) -> str:

@@ -1,6 +1,12 @@
 """Where a speed-up curve crosses 1 along the context, and how well the measured cells pin that down."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
+import pandas as pd
+
+from labkit.rows import plain_record
 
 
 def _crossings(position: np.ndarray, log_speedup: np.ndarray, falling: bool) -> np.ndarray:
@@ -83,3 +89,35 @@ def _bound(positions: np.ndarray, share: float, method: str) -> float | None:
         return None
     value = np.quantile(positions, share, method=method)  # type: ignore[call-overload]
     return float(2**value) if np.isfinite(value) else None
+
+
+def curve_crossings(
+    cells: pd.DataFrame, draws: list[np.ndarray], confidence: float, axis: str, curve_columns: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Crossings of each curve along one axis, context_len or batch_size; none for a curve of a single batch size.
+
+    cells, draws : verdicts, and the resampled log speed-ups [resamples] of each. curve_columns : what one curve shares.
+    """
+    curves = []
+    names = [name for name in (*curve_columns, "context_len") if name != axis]
+    of_text = ["workload", "temperature", "origin"]
+    for _, same_cost in cells.groupby([name for name in names if name not in of_text], dropna=False, sort=True):
+        places = np.sort(same_cost[axis].unique())
+        known = same_cost[same_cost["mean_acceptance_length"].notna()]
+        if axis == "batch_size" and len(places) < 2:
+            continue
+        for _, curve in known.groupby(of_text, dropna=False, sort=True):
+            # A place without this text's acceptance is a gap: nothing is interpolated across it.
+            columns = np.searchsorted(places, curve[axis])
+            log_speedup = np.full(len(places), np.nan)
+            # With one token per step nothing is gained: a speed-up above 1 tells of the baseline.
+            logs = np.log(curve["speedup"].to_numpy(float))
+            log_speedup[columns] = np.where(curve["mean_acceptance_length"] > 1, logs, np.minimum(logs, 0))
+            log_draws = np.full((len(draws[0]), len(places)), np.nan)
+            log_draws[:, columns] = np.stack([draws[index] for index in curve.index], axis=1)
+            decided = np.zeros(len(places), bool)
+            decided[columns] = curve["verdict"] != "undecided"
+            found = crossovers(places.astype(float), log_speedup, log_draws, confidence, decided)
+            along = [{axis: item.pop("context_len")} | item for item in found]
+            curves.append(plain_record(curve.iloc[0][names].to_dict()) | {"crossovers": along})
+    return curves

@@ -16,7 +16,7 @@ from labkit.decide.surface import verdict_surface
 from labkit.decide.verdict import parse_length
 from labkit.errors import InputError
 from labkit.results import experiments_in, load_runs
-from labkit.rows import json_value
+from labkit.rows import plain_record
 
 ENGINES = ("sglang", "vllm", "trtllm")
 # What each engine calls a drafter of labkit; sources: data/reference/engine_flags.csv.
@@ -48,10 +48,7 @@ class Recommendation:
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; null where unknown."""
         tables = {"best_k": self.best, "one_k_everywhere": self.regret, "does_not_fit": self.too_large}
-        return {
-            name: [{str(key): json_value(value) for key, value in row.items()} for row in table.to_dict("records")]
-            for name, table in tables.items()
-        }
+        return {name: [plain_record(row) for row in table.to_dict("records")] for name, table in tables.items()}
 
     def to_text(self) -> str:
         """Per setting a table context x batch of k, speed-up and interval, and what one k everywhere would lose."""
