@@ -13,7 +13,7 @@ from labkit.axes import keep_where
 from labkit.decide.best_k import SETTING, best_k, regret
 from labkit.decide.forward_costs import FREE
 from labkit.decide.surface import verdict_surface
-from labkit.decide.verdict import parse_length
+from labkit.decide.verdict import acceptance_notes, parse_length
 from labkit.errors import InputError
 from labkit.results import experiments_in, load_runs
 from labkit.rows import plain_record
@@ -97,14 +97,6 @@ class Recommendation:
             )
         best = self.regret.sort_values(["mean_regret", "num_speculative_tokens"]).iloc[0]
         return dict(keys.iloc[0]), int(best["num_speculative_tokens"])
-
-
-def acceptance_notes(best: pd.DataFrame) -> list[str]:
-    """In what the acceptance behind a table of `best_k` differs from the cost: device, dtypes, target."""
-    parts = pd.Series([part for reason in best["reason"].dropna() for part in reason.split("; ")], dtype=object)
-    notes = parts[parts.str.startswith("acceptance ")].drop_duplicates().tolist()
-    changes_tokens = any("dtype" in note for note in notes)
-    return notes + ["another dtype may choose other tokens: no acceptance of this cost's own"] * changes_tokens
 
 
 def cell_text(row: Mapping[Hashable, Any]) -> str:

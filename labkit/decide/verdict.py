@@ -121,7 +121,15 @@ def _one_setting(result: Breakeven) -> tuple[Breakeven, list[str]]:
     ]
     others = [f"  --where {name}   ({count} cells)" for index, (name, count) in enumerate(names) if index != chosen]
     lines += [f"not shown: {len(others)} further settings", *others] if others else []
-    return restricted(result, groups[chosen][1]), lines
+    return restricted(result, groups[chosen][1]), [*acceptance_notes(groups[chosen][1]), *lines]
+
+
+def acceptance_notes(cells: pd.DataFrame) -> list[str]:
+    """In what the acceptance behind cells differs from their cost: device, dtypes, target."""
+    parts = pd.Series([part for reason in cells["reason"].dropna() for part in reason.split("; ")], dtype=object)
+    notes = parts[parts.str.startswith("acceptance ")].drop_duplicates().tolist()
+    changes_tokens = any("dtype" in note for note in notes)
+    return notes + ["another dtype may choose other tokens: no acceptance of this cost's own"] * changes_tokens
 
 
 def curve_table(cells: pd.DataFrame) -> pd.DataFrame:
