@@ -42,12 +42,13 @@ def batch(names: Sequence[str], *, preset: str, out_dir: Path, quiet: bool = Fal
 
     Raises InputError for an unknown preset or notebook.
     """
-    from labkit.publish.batch import run_batch
+    from labkit.publish.batch import preset_parameters, run_batch
 
     if preset == "auto":
         from labkit.experiments.common import auto_preset
 
         preset = auto_preset()
+    preset_parameters(preset)
     known = sorted(paths.NOTEBOOKS.glob("*.ipynb"))
     chosen = [_notebook(name, known) for name in names]
     return run_batch(chosen or None, preset=preset, out_dir=out_dir, progress=None if quiet else print)
