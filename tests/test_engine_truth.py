@@ -5,8 +5,7 @@ import pandas as pd
 import pytest
 
 from labkit.check import check_run
-from labkit.decide.engine_truth import load_truth, reversals, truth_answer, verdicts
-from labkit.decide.pairings import paired_backends
+from labkit.decide.engine_truth import load_truth, paired_backends, reversals, truth_answer, verdicts
 from labkit.errors import InputError
 from labkit.plots.engine import figure_engine_cost, figure_engine_prediction
 from tests.engine_world import (

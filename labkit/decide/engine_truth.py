@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from labkit.decide.pairings import paired_backends
+from labkit.decide.pairings import pairing_rows
+from labkit.engines.roles import version_key
 from labkit.errors import InputError
 from labkit.results import find_runs, load_runs
 from labkit.shapes import model_shapes
@@ -128,6 +129,25 @@ def kernel_times(rows: pd.DataFrame) -> pd.DataFrame:
 def _newest(rows: pd.DataFrame, keys: list[str], values: list[str]) -> pd.DataFrame:
     medians = rows.groupby([*keys, "run_id"])[values].median().reset_index()
     return medians.sort_values("run_id").groupby(keys)[values].last().reset_index()
+
+
+def paired_backends(engine: str, version: str | None, setting: str) -> tuple[str, str] | None:
+    """Decode and verify backend that a setting of an engine means here, by ``engine_pairings.csv``; None: unknown."""
+    for row in pairing_rows().to_dict("records"):
+        if row["engine"] == engine and setting in row["setting"].replace("(", " ").split() and _covers(row, version):
+            return row["decode_backend"], row["verify_backend"]
+    return None
+
+
+def _covers(row: dict[Any, str], version: str | None) -> bool:
+    text, own = row["engine_version"], version_key(version or "")
+    if not own:
+        return True
+    if text.startswith("before "):
+        return own < version_key(text.removeprefix("before "))
+    low, _, high = text.partition(" to ")
+    parts = (high or low).count(".") + 1  # a last version of two parts holds for its patch releases
+    return version_key(low) <= own and own[:parts] <= version_key(high or low)[:parts]
 
 
 def predict(cells: pd.DataFrame, forwards: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:

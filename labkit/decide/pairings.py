@@ -9,12 +9,9 @@ import pandas as pd
 from labkit.breakeven import breakeven
 from labkit.decide.forward_costs import FREE, loop_rows
 from labkit.decide.step_costs import baseline_ms, step_costs
-from labkit.engines.roles import version_key
-from labkit.engines.tables import read_table
 from labkit.errors import InputError
+from labkit.paths import REFERENCE
 from labkit.rows import ok_rows
-
-TABLE = "engine_pairings.csv"
 
 
 @dataclass(frozen=True)
@@ -26,9 +23,14 @@ class Pairing:
     verify_backend: str
 
 
+def pairing_rows() -> pd.DataFrame:
+    """``data/reference/engine_pairings.csv``: what each setting of an engine version means in our backends, as text."""
+    return pd.read_csv(REFERENCE / "engine_pairings.csv", dtype=str, keep_default_na=False)
+
+
 def engine_pairings() -> list[Pairing]:
-    """The settings of ``data/reference/engine_pairings.csv``; those that mean the same backends share one label."""
-    table = pd.DataFrame(read_table(TABLE))
+    """The settings of `pairing_rows`; those that mean the same backends share one label."""
+    table = pairing_rows()
     short = table["setting"].str.replace(r"--attention-backend |attention backend |BatchPrefill\w+", "", regex=True)
     # "(CUDA)", "(Hopper)" and calls stay out of a label; the versions are in it where they make the difference.
     table["label"] = table["engine"] + " " + short.str.replace(r"\s*\((?!backend).*?\)", "", regex=True)
@@ -36,25 +38,6 @@ def engine_pairings() -> list[Pairing]:
     table["label"] += (" " + table["engine_version"]).where(several, "")
     groups = table.groupby(["decode_backend", "verify_backend"], sort=False)["label"]
     return [Pairing(", ".join(dict.fromkeys(labels)), *map(str, backends)) for backends, labels in groups]
-
-
-def paired_backends(engine: str, version: str | None, setting: str) -> tuple[str, str] | None:
-    """Decode and verify backend that a setting of an engine means here, by ``engine_pairings.csv``; None: unknown."""
-    for row in read_table(TABLE):
-        if row["engine"] == engine and setting in row["setting"].replace("(", " ").split() and _covers(row, version):
-            return row["decode_backend"], row["verify_backend"]
-    return None
-
-
-def _covers(row: dict[str, str], version: str | None) -> bool:
-    text, own = row["engine_version"], version_key(version or "")
-    if not own:
-        return True
-    if text.startswith("before "):
-        return own < version_key(text.removeprefix("before "))
-    low, _, high = text.partition(" to ")
-    parts = (high or low).count(".") + 1  # a last version of two parts holds for its patch releases
-    return version_key(low) <= own and own[:parts] <= version_key(high or low)[:parts]
 
 
 def pairing_table(step_rows: pd.DataFrame) -> pd.DataFrame:
