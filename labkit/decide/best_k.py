@@ -174,14 +174,10 @@ def scheduled_verify(costs: Sequence[StepCosts], acceptance: pd.DataFrame, basel
             # A longer verify that was measured to be cheaper could be padded to.
             cheapest = np.fmin.accumulate(verify[::-1])[::-1]
             scheduled = (kept @ cheapest) / steps + drafted
-            records.append(
-                {
-                    name: cost.key[name]
-                    for name in ("context_len", "batch_size", "verify_backend", "num_speculative_tokens")
-                }
-                | {"workload": source.workload, "static_speedup": length / static}
-                | {"scheduled_speedup": length / scheduled, "gain": static / scheduled}
-            )
+            names = ("context_len", "batch_size", "verify_backend", "num_speculative_tokens")
+            found = {"workload": source.workload, "static_speedup": length / static}
+            found |= {"scheduled_speedup": length / scheduled, "gain": static / scheduled}
+            records.append({name: cost.key[name] for name in names} | found)
     return pd.DataFrame(records)
 
 

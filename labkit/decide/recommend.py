@@ -26,11 +26,8 @@ METHODS = {
     "mtp": {"sglang": "NEXTN", "vllm": "mtp", "trtllm": "MTP"},
     "dflash": {"sglang": "DFLASH", "vllm": "dflash", "trtllm": "DFlash"},
 }
-MODEL = {
-    "sglang": "STANDALONE",
-    "vllm": "draft_model",
-    "trtllm": "Draft_Target",
-}  # a drafter that is a model of its own
+# A drafter that is a model of its own.
+MODEL = {"sglang": "STANDALONE", "vllm": "draft_model", "trtllm": "Draft_Target"}
 
 
 @dataclass(frozen=True)

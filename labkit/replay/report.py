@@ -152,12 +152,8 @@ def _acceptance(rows: pd.DataFrame) -> dict[str, float]:
 def _spread(rows: pd.DataFrame) -> dict[str, float]:
     """Over the turns of a conversation, tokens/s: mean, median, coefficient of variation, worst."""
     turns = rows.dropna(subset=["turn"]).groupby("turn")["decode_tokens_per_s"].median()
-    values = {
-        "mean": turns.mean(),
-        "median": turns.median(),
-        "variation": turns.std() / turns.mean(),
-        "worst": turns.min(),
-    }
+    values = {"mean": turns.mean(), "median": turns.median(), "variation": turns.std() / turns.mean()}
+    values["worst"] = turns.min()
     return {f"turns_{name}": float(value) for name, value in values.items()}
 
 
