@@ -15,7 +15,6 @@ from labkit.axes import keep_where
 from labkit.breakeven import Breakeven, breakeven, verdict_table
 from labkit.errors import InputError
 from labkit.paths import check_out
-from labkit.plots.curves import matching_curves
 from labkit.results import find_runs, load_runs
 from labkit.rows import distinct, is_missing, listed
 
@@ -84,6 +83,8 @@ def verdict_from_files(
 
 def restricted(result: Breakeven, cells: pd.DataFrame) -> Breakeven:
     """The same verdicts with some of their cells, and the curves that these lie on."""
+    from labkit.plots.curves import matching_curves  # loads matplotlib, which a plain verdict does without
+
     found: list[list[Any]] = [
         [curve for curve, _ in matching_curves(curves, cells)] for curves in (result.crossovers, result.turning_points)
     ]
