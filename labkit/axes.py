@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import pandas as pd
+
 from labkit.errors import InputError
 
 ALIASES = {"k": "num_speculative_tokens"}
@@ -57,3 +59,28 @@ def _values(name: str, text: str, default: Sequence[Any]) -> list[Any]:
         return [parse_size(text)]
     except ValueError as error:
         raise InputError(f"--set {name}={text}: {error}") from None
+
+
+def keep_where(table: pd.DataFrame, conditions: Sequence[str], option: str = "--where") -> pd.DataFrame:
+    """The rows that hold one of the values of every ``column=v,..``; numbers may be written as sizes (``4k``).
+
+    Raises InputError: not of that form, no such column, or no row is left.
+    """
+    for condition in conditions:
+        name, separator, values = condition.partition("=")
+        name, wanted = ALIASES.get(name, name), set(values.split(","))
+        if not separator or not values:
+            raise InputError(f"{option} {condition!r}: wanted column=value,...")
+        if name not in table:
+            raise InputError(f"{option} {condition}: no such column; want one of {', '.join(map(str, table))}")
+        wanted |= {str(parse_size(text)) for text in wanted if _SIZE.fullmatch(text)}
+        texts = table[name].map(lambda value: str(int(value)) if _is_whole(value) else str(value))
+        if not texts.isin(wanted).any():
+            known = ", ".join(sorted(texts[table[name].notna()].unique()))
+            raise InputError(f"{option} {condition}: no cell is left; {name} is {known or 'unknown'}")
+        table = table[texts.isin(wanted)]
+    return table
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, float) and value.is_integer()

@@ -5,7 +5,7 @@ acceptance rows or an imposed length; they meet only where `labkit.decide.accept
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +13,12 @@ import numpy as np
 import pandas as pd
 
 from labkit.decide.acceptance_join import Source, imposed_source, join
-from labkit.decide.crossovers import crossovers
+from labkit.decide.crossovers import curve_crossings
 from labkit.decide.intervals import generator, percentile_interval
 from labkit.decide.speedup import Length, imposed_length, measured_length, relative_step_cost, speedup_of
 from labkit.decide.step_costs import StepCosts, baseline_ms, paired_ratios, step_costs
 from labkit.errors import InputError
-from labkit.rows import distinct, json_value
+from labkit.rows import distinct, plain_record
 
 CELL_COLUMNS = (
     *("gpu", "target", "drafter", "workload", "temperature", "batch_size", "context_len", "num_speculative_tokens"),
@@ -42,7 +42,7 @@ class Breakeven:
         `breakeven_ceiling` is k+1, the longest acceptance length there can be; `reason` says why a cell is undecided
         and what else to know about it.
     crossovers : one dict per curve: ``CURVE_COLUMNS`` and ``crossovers``, a list of {context_len, low, high,
-        direction, decided}.
+        direction, decided, pays_at, loses_at} (`labkit.decide.crossovers`).
     turning_points : the same along the batch size: one dict per curve at a context, ``crossovers`` hold batch_size in
         place of context_len. A direction "pays below" means: speculation stops paying above that many requests.
     baseline, confidence, resamples, seed : what was asked for.
@@ -63,9 +63,9 @@ class Breakeven:
             "confidence": self.confidence,
             "resamples": self.resamples,
             "seed": self.seed,
-            "cells": [_plain(cell) for cell in self.cells.to_dict("records")],
-            "curves": [_plain(curve) for curve in self.crossovers],
-            "turning_points": [_plain(curve) for curve in self.turning_points],
+            "cells": [plain_record(cell) for cell in self.cells.to_dict("records")],
+            "curves": [plain_record(curve) for curve in self.crossovers],
+            "turning_points": [plain_record(curve) for curve in self.turning_points],
         }
 
     def to_json(self) -> str:
@@ -98,8 +98,8 @@ def breakeven(
     With an imposed length every step is taken to draft k tokens. Not counted: prefill and the drafter's prefill.
 
     Verdicts: ``cannot_pay`` if the lower bound of relative_step_cost exceeds k+1, ``pays`` if speedup_low > 1,
-    ``loses`` if speedup_high < 1, else ``undecided``. With borrowed acceptance a cell that would pay or lose is
-    ``undecided`` and the reason tells which; ``cannot_pay`` stands, as it rests on cost alone.
+    ``loses`` if speedup_high < 1, else ``undecided``; an acceptance length of 1 never pays. With borrowed acceptance a
+    cell that would pay or lose is ``undecided`` and the reason tells which; ``cannot_pay`` rests on cost alone.
 
     cost_rows : loop rows: plain and speculative arms interleaved, step_ms in ms; or step rows: decode and verify
         forwards interleaved (see `labkit.decide.forward_costs`); or the cells that `step_costs` made of either.
@@ -138,7 +138,9 @@ def breakeven(
     # Texts stay objects, so that an unknown one is None whether or not the column holds others.
     table = pd.DataFrame(cells, columns=list(CELL_COLUMNS), dtype=object)
     table = table.astype({name: table[name].infer_objects().dtype for name in NUMBERS})
-    curves = {axis: _curves(table, draws, confidence, axis) for axis in ("context_len", "batch_size")}
+    curves = {
+        axis: curve_crossings(table, draws, confidence, axis, CURVE_COLUMNS) for axis in ("context_len", "batch_size")
+    }
     return Breakeven(table, curves["context_len"], curves["batch_size"], baseline, confidence, resamples, seed)
 
 
@@ -184,7 +186,8 @@ def _judge(
     low, high = np.exp(percentile_interval(found.draws, settings.confidence))
     cost_low, cost_high = np.exp(percentile_interval(found.cost_draws, settings.confidence))
     length_bounds = np.exp(percentile_interval(found.length_draws, settings.confidence))
-    verdict, remark = _verdict(low, high, cost_low, ceiling, borrowed=source is not None and bool(source.borrowed_from))
+    borrowed = source is not None and bool(source.borrowed_from)
+    verdict, remark = _verdict(low, high, cost_low, ceiling, length.length, borrowed=borrowed)
     reasons = [why, *_remarks(cost, source, length, ratios, decode_backend, settings.baseline), remark]
     reasons += [*(source.notes if source else ()), *cost.notes]
     cell = cost.key | {
@@ -236,10 +239,14 @@ def _remarks(
     return remarks
 
 
-def _verdict(low: float, high: float, cost_low: float, ceiling: int, *, borrowed: bool) -> tuple[str, str | None]:
+def _verdict(
+    low: float, high: float, cost_low: float, ceiling: int, length: float, *, borrowed: bool
+) -> tuple[str, str | None]:
     """The verdict, and what must be said with it."""
     if cost_low > ceiling:
         return "cannot_pay", None
+    if low > 1 and length <= 1:
+        return "undecided", "no draft is kept, yet a step is cheaper than plain decode: the baseline is not the fastest"
     verdict = "pays" if low > 1 else "loses" if high < 1 else "undecided"
     if borrowed and verdict != "undecided":
         return "undecided", f"would be {verdict!r}"
@@ -254,35 +261,6 @@ def _no_ratio(cost: StepCosts, decode_backend: str | None, shares: np.ndarray, b
         used = ", ".join(f"{j} ({shares[j]:.1%} of steps)" for j in missing)
         return f"no cost was measured for steps with this many drafts: {used}"
     return "no round holds the baseline and every draft length"
-
-
-def _curves(cells: pd.DataFrame, draws: list[np.ndarray], confidence: float, axis: str) -> list[dict[str, Any]]:
-    """Crossings along one axis, context_len or batch_size; none for a curve of a single batch size."""
-    curves = []
-    names = [name for name in (*CURVE_COLUMNS, "context_len") if name != axis]
-    of_text = ["workload", "temperature", "origin"]
-    for _, same_cost in cells.groupby([name for name in names if name not in of_text], dropna=False, sort=True):
-        places = np.sort(same_cost[axis].unique())
-        known = same_cost[same_cost["mean_acceptance_length"].notna()]
-        if axis == "batch_size" and len(places) < 2:
-            continue
-        for _, curve in known.groupby(of_text, dropna=False, sort=True):
-            # A place without this text's acceptance is a gap: nothing is interpolated across it.
-            columns = np.searchsorted(places, curve[axis])
-            log_speedup = np.full(len(places), np.nan)
-            log_speedup[columns] = np.log(curve["speedup"])
-            log_draws = np.full((len(draws[0]), len(places)), np.nan)
-            log_draws[:, columns] = np.stack([draws[index] for index in curve.index], axis=1)
-            undecided = np.ones(len(places), bool)
-            undecided[columns] = curve["verdict"] == "undecided"
-            found = crossovers(places.astype(float), log_speedup, log_draws, confidence, undecided)
-            along = [{axis: item.pop("context_len")} | item for item in found]
-            curves.append(_plain(curve.iloc[0][names].to_dict()) | {"crossovers": along})
-    return curves
-
-
-def _plain(record: Mapping[Any, Any]) -> dict[str, Any]:
-    return {str(name): json_value(value) for name, value in record.items()}
 
 
 def verdict_table(cells: pd.DataFrame) -> pd.DataFrame:

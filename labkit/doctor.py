@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from importlib.util import find_spec
 from typing import Any
 
@@ -53,3 +54,9 @@ def _plain(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {_plain(part)}" for name, part in value.items())
     return "absent" if value is None else str(value)
+
+
+def run_from_arguments(arguments: argparse.Namespace) -> tuple[dict[str, Any], str, int]:
+    """`labkit doctor`."""
+    found = report(calibrate=arguments.calibrate)
+    return found, render(found), 0

@@ -1,6 +1,7 @@
 """Where things lie. Notebooks, tests and the command line start from different folders: nothing resolves from '.'."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from labkit.errors import InputError
@@ -12,6 +13,33 @@ RUNS = DATA / "runs"
 FIGURES = ROOT / "figures"
 NOTEBOOKS = ROOT / "notebooks"
 BUILD = ROOT / "build"
+
+
+def check_out(path: Path, endings: Sequence[str] = ()) -> Path:
+    """``path`` if a file can be written there; asked before the work whose result it will hold.
+
+    Raises InputError: an ending other than these, or a folder that is missing or cannot be written to.
+    """
+    if endings and path.suffix.lstrip(".") not in endings:
+        raise InputError(f"--out {path}: want a file ending in .{', .'.join(endings)}")
+    if path.is_dir():
+        raise InputError(f"--out {path}: want a file, this is a folder")
+    if not path.parent.is_dir():
+        raise InputError(f"--out {path}: no such folder {path.parent}")
+    if not os.access(path.parent, os.W_OK):
+        raise InputError(f"--out {path}: cannot write to {path.parent}")
+    return path
+
+
+def make_folder(folder: Path, name: str) -> Path:
+    """``folder``, created when missing. Raises InputError with ``name``: it cannot be made or written to."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{name}: wanted a folder to write to, got {folder}: {error.strerror}") from error
+    if not os.access(folder, os.W_OK):
+        raise InputError(f"{name}: wanted a folder to write to, got {folder}: Permission denied")
+    return folder
 
 
 def write_whole(path: Path, content: bytes) -> Path:
@@ -29,8 +57,4 @@ def cache_dir() -> Path:
     """
     base = os.environ.get("LABKIT_CACHE")
     folder = Path(base) if base else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "labkit"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"cache {folder} (LABKIT_CACHE): wanted a folder to write to, got {error.strerror}") from error
-    return folder
+    return make_folder(folder, "cache (LABKIT_CACHE)")

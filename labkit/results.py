@@ -183,10 +183,17 @@ def _roots(paths: Sequence[str | Path]) -> list[Path]:
 
 
 def run_files(path: Path) -> list[Path]:
-    """The Parquet files of runs at ``path``: a run's file or sidecar, a folder, a tree.
+    """The Parquet files of runs at ``path``: a file or sidecar of a run, a folder, or the id of a stored run.
 
-    Raises InputError: no such file or folder, or a file of another kind.
+    Raises InputError: no such file, folder or run, or a file of another kind.
     """
+    if RUN_ID.fullmatch(str(path)) and not path.exists():
+        roots = _roots(())
+        for root in roots:
+            if found := sorted(root.rglob(f"{path}.parquet")):
+                return found[:1]
+        where = ", ".join(map(_source_name, roots))
+        raise InputError(f"{path}: no run of this id in {where} (LABKIT_DATA); give the path of its file")
     if path.is_dir():
         # A sidecar alone counts: a run whose rows are gone must be missed, not passed over.
         named = (file for suffix in (".parquet", ".json") for file in path.rglob(f"*{suffix}"))

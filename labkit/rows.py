@@ -23,6 +23,17 @@ def json_value(value: Any) -> Any:
     return None if isinstance(value, float) and not np.isfinite(value) else value
 
 
+def plain_record(record: Mapping[Any, Any]) -> dict[str, Any]:
+    """A row as JSON holds it: names as text, values by `json_value`."""
+    return {str(name): json_value(value) for name, value in record.items()}
+
+
+def key_value(value: Any) -> Any:
+    """A value of a key: None where missing, whole floats as integers (stored contexts are means over the requests)."""
+    value = None if is_missing(value) else json_value(value)
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def ok_rows(df: pd.DataFrame, what: str, columns: Iterable[str]) -> pd.DataFrame:
     """The rows with status ok (all rows where there is no such column).
 

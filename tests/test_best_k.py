@@ -1,6 +1,7 @@
 """Best k, regret, acceptance at a smaller k, scheduled verify, and the command that prints them."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from labkit.decide.recommend import engine_flags, recommend
 from labkit.decide.step_costs import step_costs
 from labkit.errors import InputError
 from tests.synthetic import CPU, loop_rows, write_run_of, write_runs
+from tests.synthetic import acceptance_rows as synthetic_acceptance
 from tests.worlds import AcceptanceWorld, CostWorld, acceptance_rows, cost_rows, rows_of_counts
 
 
@@ -235,3 +237,14 @@ def test_acceptance_joined_at_a_cut_k_is_modelled_in_the_table(stored: Path) -> 
     rows = costs_at((2, 4), 0.1)
     cells = breakeven(rows, cut_acceptance(acceptance_rows(AcceptanceWorld()), [2, 4]), resamples=200).cells
     assert dict(zip(cells["num_speculative_tokens"], cells["origin"], strict=True)) == {2: "modelled", 4: "measured"}
+
+
+def test_acceptance_of_another_device_and_dtype_is_said(tmp_path, capsys) -> None:
+    write_runs(tmp_path, CPU, ("loop",))
+    other = replace(CPU, gpu="other")
+    write_run_of(synthetic_acceptance(other).assign(weight_dtype="float64"), tmp_path, other, "acceptance")
+    assert main(["best-k", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "acceptance measured on other, cost" in text
+    assert "acceptance measured with weight_dtype float64, cost" in text
+    assert "another dtype may choose other tokens" in text

@@ -10,10 +10,11 @@ import pandas as pd
 import pytest
 
 from labkit.acceptance import AcceptanceCounts, acceptance_table
-from labkit.breakeven import CELL_COLUMNS, breakeven, verdict_table
+from labkit.axes import keep_where
+from labkit.breakeven import CELL_COLUMNS, Breakeven, breakeven, verdict_table
 from labkit.decide.crossovers import crossovers
 from labkit.decide.step_costs import baseline_ms, step_costs
-from labkit.decide.verdict import crossing_lines, render
+from labkit.decide.verdict import MOST_CELLS, crossing_lines, render, restricted
 from labkit.errors import InputError
 from labkit.plots.curves import crossing_text
 from tests.worlds import (
@@ -408,6 +409,81 @@ def test_a_crossing_between_undecided_cells_claims_nothing(noise: float, claim: 
     assert crossing_text(crossing, (1024, 65536)).startswith("undecided around" if undecided else "pays up to")
 
 
+def test_a_crossing_is_claimed_between_decided_cells_only() -> None:
+    contexts, values = np.array([1024.0, 4096.0, 16384.0, 65536.0]), np.log([1.3, 1.05, 0.95, 0.7])
+    draws = values + np.random.default_rng(0).normal(0, 0.01, (500, 1))
+
+    def sides(*decided: bool, logs: np.ndarray = values) -> tuple[object, ...]:
+        found = crossovers(contexts, logs, draws, 0.95, np.array(decided))[0]
+        return found["pays_at"], found["loses_at"], found["decided"]
+
+    assert sides(True, True, True, True) == (4096, 16384, True)
+    assert sides(True, False, False, True) == (1024, 65536, True)
+    assert sides(True, True, False, False) == (4096, None, False)
+    assert sides(False, False, True, True) == (None, 16384, False)
+    gap = np.log([1.3, 1.05, 0.95, np.nan])
+    assert sides(True, True, False, False, logs=gap) == (4096, None, False)
+    back = np.log([1.3, 0.99, 1.01, 0.7])  # crosses three times between two decided cells
+    crossings = crossovers(contexts, back, draws, 0.95, np.array([True, False, False, True]))
+    assert [item["decided"] for item in crossings] == [False, False, False]
+
+
+def test_an_undecided_crossing_says_what_bounds_it() -> None:
+    result = breakeven(cost_rows(falling(2.0, 0.25).with_(noise=Noise(sample=3.0))), 2.5)
+    text = "\n".join(crossing_lines(result))
+    assert "undecided around" in text
+    assert "no decided cell beside it pays" in text or "no decided cell beside it loses" in text
+
+
+def test_a_length_of_one_never_pays() -> None:
+    # Verify through this backend is cheaper than the plain decode it is compared with: a poor baseline, no gain.
+    rows = cost_rows(falling(0.8, 0.1).with_(noise=Noise(sample=0.001)))
+    result = breakeven(rows, 1.0)
+    assert (result.cells["speedup_low"] > 1).any()
+    assert not (result.cells["verdict"] == "pays").any()
+    assert result.cells["reason"].str.contains("the baseline is not the fastest").any()
+    assert all(not curve["crossovers"] for curve in result.crossovers)
+    assert (breakeven(rows, 1.5).cells["verdict"] == "pays").any()
+
+
+def many_settings() -> Breakeven:
+    settings = [(f"t{index}", dtype) for index in range(6) for dtype in ("bfloat16", "float8_e4m3fn")][1:]
+    rows = [
+        cost_rows(falling(2.0, 0.25)).assign(target=target, kv_dtype=dtype, run_id=target + dtype)
+        for target, dtype in settings
+    ]
+    return breakeven(pd.concat(rows, ignore_index=True), 2.5)
+
+
+def test_many_cells_print_one_setting_and_name_the_rest() -> None:
+    result = many_settings()
+    assert len(result.cells) > MOST_CELLS
+    lines = render(result).splitlines()
+    assert len(lines) < 25
+    assert f"--all prints all {len(result.cells)} cells" in "\n".join(lines)
+    assert sum("--where target=t" in line for line in lines) == 10
+    assert len(render(result, everything=True).splitlines()) > len(result.cells)
+
+
+def test_where_keeps_cells_and_their_curves() -> None:
+    result = many_settings()
+    cells = keep_where(result.cells, ["target=t1,t2", "context_len=1k", "kv_dtype=bfloat16"])
+    assert set(cells["target"]) == {"t1", "t2"}
+    assert set(cells["context_len"]) == {1024}
+    part = restricted(result, cells)
+    assert {(curve["target"], curve["kv_dtype"]) for curve in part.crossovers} == {
+        ("t1", "bfloat16"),
+        ("t2", "bfloat16"),
+    }
+    for condition, said in (
+        ("k=99", "num_speculative_tokens is"),
+        ("nosuch=1", "no such column"),
+        ("k", "wanted column"),
+    ):
+        with pytest.raises(InputError, match=said):
+            keep_where(result.cells, [condition])
+
+
 def test_tables_and_verdicts_give_one_interval() -> None:
     acceptance = alike().assign(context_len_high=10**6)
     cell = breakeven(cost_rows(falling(2.0, 0.0)), acceptance).cells.iloc[0]
@@ -452,7 +528,8 @@ def test_json_and_table_have_the_agreed_form() -> None:
     assert record["cells"][0]["context_len"] == 1024
     assert record["cells"][3]["speedup"] is None
     assert record["cells"][0]["draft_backend"] is None
-    assert set(record["curves"][0]["crossovers"][0]) == {"context_len", "low", "high", "direction", "decided"}
+    names = {"context_len", "low", "high", "direction", "decided", "pays_at", "loses_at"}
+    assert set(record["curves"][0]["crossovers"][0]) == names
     table = verdict_table(result.cells)
     assert list(table.columns[:4]) == ["workload", "context", "k", "verify_backend"]
     assert re.fullmatch(r"1\.\d\d \[1\.\d\d, 1\.\d\d\]", table["speed-up"].iloc[0])

@@ -4,6 +4,7 @@ import json
 import os
 import zipfile
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from labkit.publish.bundle import MAX_FILES, bundle, reproduce
 from labkit.publish.claims import Claim, consistent
 from labkit.replay.run import Options, replay
 from labkit.replay.scenes import scene
-from labkit.results import build_table, load_runs, read_sidecar, write_run
+from labkit.results import build_table, load_runs, read_sidecar, run_files, write_run
 from tests.fault_server import FaultServer
 
 SECRETS = ("hf_abcdefghijklmnop1234", "someuser42", "host-of-mine", "/home/", "s3cr3tpassw0rd")
@@ -233,3 +234,57 @@ def test_command_line(tmp_path, capsys):
     assert (
         json.loads(zipfile.ZipFile(tmp_path / "b.zip").read("claim.json"))["claims"][0]["metric"] == "decode_rate_ratio"
     )
+
+
+def test_an_anonymous_bundle_agrees_with_its_own_rows(tmp_path):
+    planted = [
+        planted_run(
+            tmp_path / "mine", f"20260101T00000{index}Z-aaaaaa", seed=index, lot=index, command=f"labkit x {index}",
+            started="2026-01-01T00:00:00Z", launch=f"vllm serve {index}", grid={"scene": ["content"]},
+            endpoints={"a": {"launch": "vllm serve m", "engine": "vllm"}},
+        )
+        for index in range(3)
+    ]  # fmt: skip
+    for anonymous in (False, True):
+        out = bundle([str(tmp_path / "mine")], tmp_path / "b.zip", anonymous=anonymous)
+        report, met = reproduce(out, planted)
+        assert met
+        assert "differ" not in report
+        assert report.endswith("consistent")
+
+
+@pytest.mark.parametrize(("experiment", "metric"), [("step", "relative_step_cost"), ("replay", "engine_step_cost")])
+def test_rows_of_steps_make_a_claim(experiment, metric, tmp_path):
+    stored = paths.RUNS / experiment
+    out = bundle([str(stored)], tmp_path / "b.zip")
+    report, met = reproduce(out, [stored])
+    assert met
+    lines = report.splitlines()
+    assert all(line.startswith(metric) and line.endswith(": consistent") for line in lines)
+    assert "[" in lines[0]
+
+
+def test_a_long_column_is_redacted_once_per_text(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr("labkit.publish.bundle.redact", lambda text: calls.append(text) or text)
+    run = planted_run(tmp_path / "mine")
+    bundle([str(run)], tmp_path / "b.zip")
+    assert len(calls) < 3 * len(set(calls)) + 50  # 60 rows of some 20 text columns
+
+
+@pytest.mark.parametrize(("out", "said"), [("b.tar", "file ending in .zip"), ("none/b.zip", "no such folder")])
+def test_a_bad_out_is_refused_before_the_rows_are_read(out, said, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("labkit.publish.bundle.claims_of", lambda runs: pytest.fail("read before --out was looked at"))
+    assert cli.main(["bundle", str(planted_run(tmp_path / "mine")), "--out", str(tmp_path / out)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_run_is_found_by_its_id(tmp_path, monkeypatch, capsys):
+    run = planted_run(tmp_path / "mine")
+    other = planted_run(tmp_path / "mine", "20260102T000000Z-bbbbbb", seed=1)
+    monkeypatch.setenv("LABKIT_DATA", str(tmp_path / "mine"))
+    assert run_files(Path(run.stem)) == [run]
+    assert cli.main(["compare", run.stem, other.stem]) in (0, 1)
+    assert cli.main(["bundle", run.stem, "--out", str(tmp_path / "b.zip")]) == 0
+    assert cli.main(["compare", run.stem, "20260103T000000Z-cccccc"]) == 2
+    assert "no run of this id in" in capsys.readouterr().err

@@ -21,6 +21,7 @@ from labkit.journal import check_journal, read_header
 from labkit.provenance import collect, environment_digest
 from labkit.results import file_digest, load_runs, write_run
 from labkit.schema import arrow_schema
+from labkit.unmeasured import unmeasured
 from tests.test_results import OTHER_ID, RUN_ID, resign, row, rows, table, write
 
 ROOT = Path(__file__).parent.parent
@@ -321,3 +322,21 @@ def test_the_digest_is_of_the_whole_file(tmp_path):
         path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
         digests.add(file_digest(path))
     assert len(digests) == 20
+
+
+def test_points_that_were_not_measured_are_a_note(tmp_path, capsys):
+    from labkit.cli import main
+
+    path = write(tmp_path, content=rows("loop", 3))
+    sidecar = json.loads(path.with_suffix(".json").read_text())
+    counts = {"ok": len({row["point_key"] for row in rows("loop", 3)})}
+    path.with_suffix(".json").write_text(json.dumps(sidecar | {"num_points": 9, "counts": counts}))
+    assert main(["check", str(tmp_path)]) == 0
+    assert f"note: {path}: {9 - counts['ok']} of 9 planned points were not measured" in capsys.readouterr().out
+    assert main(["check", str(tmp_path), "--json"]) == 0
+    assert [item["level"] for item in json.loads(capsys.readouterr().out)] == ["note"]
+    other = path.with_name("20270101T000000Z-abcdef.jsonl")
+    lines = [{"kind": "header", "num_points": 4}]
+    lines += [{"kind": "point", "point_key": f"a={i}", "status": "ok", "seconds": 1.0, "point": {}} for i in (0, 1, 1)]
+    other.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [text for _, text in unmeasured(tmp_path)][1].startswith("interrupted with 2 of 4 planned points")

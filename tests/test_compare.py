@@ -176,7 +176,7 @@ def test_the_planted_ratio_of_two_runs_is_unpaired_and_says_so() -> None:
     text = found.to_text()
     assert "asked for" in text
     assert "unpaired" in text
-    assert json.loads(found.to_json())["comparable"] is True
+    assert json.loads(json.dumps(found.to_dict()))["comparable"] is True
 
 
 def test_two_arms_of_one_run_are_paired_and_drift_cancels() -> None:

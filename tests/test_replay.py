@@ -373,3 +373,25 @@ def test_command_line_with_a_file_of_prompts(tmp_path, capsys):
         assert (
             cli.main(["replay", "--base-url", server.url, "--scene", str(prompts), "--repeats", "1", "--out", out]) == 1
         )
+
+
+def test_rows_of_engine_steps_are_shown(capsys):
+    from labkit import cli, paths
+
+    assert cli.main(["replay", "--rows", str(paths.RUNS / "replay")]) == 0
+    text = capsys.readouterr().out
+    assert "steps timed inside an engine" in text
+    assert "no requests are among these rows" in text
+    assert "FLASH_ATTN" in text
+    assert "relative step cost" in text
+    assert cli.main(["replay", "--rows", str(paths.RUNS / "replay"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["engine_steps"]
+
+
+def test_a_bad_out_is_refused_before_any_request(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    with FaultServer() as server:
+        arguments = ["replay", "--base-url", server.url, "--scene", "content", "--out", str(tmp_path / "file" / "runs")]
+        assert cli.main(arguments) == 2
+        assert not server.bodies
+    assert "wanted a folder to write to" in capsys.readouterr().err

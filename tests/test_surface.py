@@ -190,5 +190,5 @@ def test_the_turning_point_with_concurrency_is_found() -> None:
     assert turn["batch_size"] == pytest.approx(truth, rel=0.1)
     (line,) = crossing_lines(surface.result)
     assert line.startswith("triton_split, k=7, imposed, context 16,384: pays below 1")
-    assert line.endswith("concurrent requests")
+    assert line.endswith("concurrent requests (pays at 16, loses at 32)")
     assert verdict_surface(step_rows(WORLD), 3.0, resamples=200).result.turning_points == []

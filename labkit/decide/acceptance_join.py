@@ -134,14 +134,14 @@ def _source(
     cost: StepCosts, key: tuple[Any, ...], rows: pd.DataFrame, sources: dict[tuple[Any, ...], Source]
 ) -> Source:
     notes = []
-    for name in ("weight_dtype", "kv_dtype"):
+    for name, where in (("gpu", "on"), ("weight_dtype", "with weight_dtype"), ("kv_dtype", "with kv_dtype")):
         present = distinct(rows, name)
         if cost.key[name] in present:
             rows = rows[rows[name] == cost.key[name]]
         elif present and cost.key[name] is not None:
-            notes.append(f"acceptance measured with {name} {', '.join(present)}")
+            notes.append(f"acceptance measured {where} {', '.join(present)}, cost {cost.key[name]}")
     borrowed = key[0] if key[0] != cost.key["target"] else None
-    full_key = (*key, *(tuple(distinct(rows, name)) for name in ("weight_dtype", "kv_dtype")), borrowed, *notes)
+    full_key = (*key, *(tuple(distinct(rows, name)) for name in ("gpu", "weight_dtype", "kv_dtype")), borrowed, *notes)
     if full_key not in sources:
         where = f"acceptance rows of {key[0]}, {key[1]}, {key[5]}"
         single_value(rows, "top_p", where)

@@ -91,15 +91,17 @@ def acceptance_answer(df: pd.DataFrame) -> str:
 
 
 def crossings_table(result: Breakeven) -> pd.DataFrame:
-    """One row per crossing: curve, direction, context_len and its bounds in tokens (NaN: outside what was measured)."""
+    """One row per crossing: curve, direction ("undecided" where decided cells do not bound it), context_len, its bounds
+    in tokens (NaN: outside what was measured), and the decided cells beside it.
+    """
     names = ["workload", "num_speculative_tokens", "batch_size", "verify_backend"]
     rows = [
-        {name: curve[name] for name in names} | dict(crossing)
+        {name: curve[name] for name in names} | crossing | ({} if crossing["decided"] else {"direction": "undecided"})
         for curve in result.crossovers
         for crossing in curve["crossovers"]
     ]
-    columns = [*names, "direction", "context_len", "low", "high"]
-    return pd.DataFrame(rows, columns=columns).astype(dict.fromkeys(columns[-3:], float)).round(0)
+    numbers = ["context_len", "low", "high", "pays_at", "loses_at"]
+    return pd.DataFrame(rows, columns=[*names, "direction", *numbers]).astype(dict.fromkeys(numbers, float)).round(0)
 
 
 def engine_table(df: pd.DataFrame) -> pd.DataFrame:

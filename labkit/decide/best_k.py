@@ -98,7 +98,8 @@ def best_k(cells: pd.DataFrame) -> pd.DataFrame:
     cells : `labkit.breakeven.Breakeven.cells` of several k. Cells without a speed-up are left out.
 
     Returns ``CELL``, best_k, speedup, speedup_low, speedup_high, decided (the interval of the best k lies above 1; for
-    0: that of every k below), origin. The largest of several estimates is a little too large.
+    0: that of every k below), origin, reason (what else the best k's cell rests on). The largest of several estimates
+    is a little too large.
     """
     known = cells[cells["speedup"].notna()]
     if known.empty:
@@ -106,7 +107,7 @@ def best_k(cells: pd.DataFrame) -> pd.DataFrame:
     records = []
     for key, rows in known.groupby(CELL, dropna=False, sort=True):
         best = rows.iloc[int(rows["speedup"].to_numpy(float).argmax())]
-        place = dict(zip(CELL, key, strict=True))
+        place = dict(zip(CELL, key, strict=True)) | {"reason": best["reason"]}
         if best["speedup"] > 1:
             values = {name: best[name] for name in ("speedup", "speedup_low", "speedup_high", "origin")}
             place |= {"best_k": int(best["num_speculative_tokens"]), **values, "decided": best["speedup_low"] > 1}
@@ -173,14 +174,10 @@ def scheduled_verify(costs: Sequence[StepCosts], acceptance: pd.DataFrame, basel
             # A longer verify that was measured to be cheaper could be padded to.
             cheapest = np.fmin.accumulate(verify[::-1])[::-1]
             scheduled = (kept @ cheapest) / steps + drafted
-            records.append(
-                {
-                    name: cost.key[name]
-                    for name in ("context_len", "batch_size", "verify_backend", "num_speculative_tokens")
-                }
-                | {"workload": source.workload, "static_speedup": length / static}
-                | {"scheduled_speedup": length / scheduled, "gain": static / scheduled}
-            )
+            names = ("context_len", "batch_size", "verify_backend", "num_speculative_tokens")
+            found = {"workload": source.workload, "static_speedup": length / static}
+            found |= {"scheduled_speedup": length / scheduled, "gain": static / scheduled}
+            records.append({name: cost.key[name] for name in names} | found)
     return pd.DataFrame(records)
 
 

@@ -1,5 +1,6 @@
 """What fits on a device before anything runs: weights, drafter and KV cache against its memory."""
 
+import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,6 +171,10 @@ def render(found: Mapping[str, Any]) -> str:
                   f"{plan['memory_share']:.0%} of the memory: {plan['weights_gb']:.1f} GB weights, "
                   f"{plan['draft_gb']:.1f} GB drafter, {plan['free_gb']:.1f} GB for KV of "
                   f"{plan['kv_bytes_per_token']:,.0f} bytes per token = {plan['num_tokens']:,} tokens"]  # fmt: skip
+        if plan["free_gb"] <= 0:
+            short = -plan["free_gb"] * plan["num_gpus"]
+            lines.append(f"no cell fits: the weights are {short:.1f} GB too large (num_gpus, weight_dtype, weight_gb)")
+            continue
         lines.append(f"largest context of one request: {plan['largest_context_len']:,} tokens")
         cells = pd.DataFrame(plan["cells"])
         slots = cells.drop_duplicates("context_len")[["context_len", "batch_slots", "batch_slots_without_drafter"]]
@@ -179,3 +184,10 @@ def render(found: Mapping[str, Any]) -> str:
         lines.append(f"{len(cells) - len(bad)} of {len(cells)} planned cells fit")
         lines += [f"  context {c.context_len:,} x batch {c.batch_size}: {c.reason}" for c in bad.itertuples()]
     return "\n".join(lines)
+
+
+def run_from_arguments(arguments: argparse.Namespace) -> tuple[dict[str, Any], str, int]:
+    """`labkit capacity`."""
+    options = {"draft_model": arguments.draft_model, "assignments": arguments.assignments}
+    found = capacity(arguments.model, arguments.gpu, **options)
+    return found, render(found), 0

@@ -1,6 +1,12 @@
 """Where a speed-up curve crosses 1 along the context, and how well the measured cells pin that down."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
+import pandas as pd
+
+from labkit.rows import plain_record
 
 
 def _crossings(position: np.ndarray, log_speedup: np.ndarray, falling: bool) -> np.ndarray:
@@ -19,7 +25,7 @@ def crossovers(
     log_speedup: np.ndarray,
     draws: np.ndarray,
     confidence: float,
-    undecided: np.ndarray | None = None,
+    decided: np.ndarray | None = None,
 ) -> list[dict[str, float | str | bool | None]]:
     """Crossings of one curve, left to right; none, one or several.
 
@@ -29,15 +35,17 @@ def crossovers(
 
     context_lens, log_speedup : float64 [num_contexts], contexts ascending.
     draws : resampled log speed-ups [resamples, num_contexts].
-    undecided : whether the verdict of each cell is undecided [num_contexts].
+    decided : whether the verdict of each cell is decided [num_contexts]; None: all are.
 
     Returns a list of dict: context_len, low, high (tokens; None = not bounded within the measured contexts, or no
-    interval for a neighbour), direction, "pays below" or "pays above", and decided: False where the verdicts on both
-    sides are undecided, so that the direction is no claim.
+    interval for a neighbour), direction, "pays below" or "pays above", pays_at and loses_at: the nearest decided cells
+    on the two sides, with no gap and no other crossing between (None: there is none), and decided: whether both are
+    there. Only then is the direction a claim.
     """
     position = np.log2(np.maximum(context_lens, 1))
     resampled = np.isfinite(draws).any(axis=0)
     draws = draws[np.isfinite(draws[:, resampled]).all(axis=1)]
+    decided = np.isfinite(log_speedup) if decided is None else decided
     found: list[tuple[float, dict[str, float | str | bool | None]]] = []
     for falling in (True, False):
         estimates = _crossings(position, log_speedup, falling)
@@ -50,15 +58,30 @@ def crossovers(
             nearest = np.where(np.isnan(nearest), beyond, nearest)
             if not resampled[index : index + 2].all():
                 nearest = np.array([])
+            left = _first_decided(log_speedup, decided, range(index, -1, -1))
+            right = _first_decided(log_speedup, decided, range(index + 1, len(decided)))
+            pays, loses = (left, right) if falling else (right, left)
             crossing: dict[str, float | str | bool | None] = {
                 "context_len": float(2 ** estimates[index]),
                 "low": _bound(nearest, (1 - confidence) / 2, "lower"),
                 "high": _bound(nearest, (1 + confidence) / 2, "higher"),
                 "direction": "pays below" if falling else "pays above",
-                "decided": undecided is None or not bool(undecided[index : index + 2].all()),
+                "decided": pays is not None and loses is not None,
+                "pays_at": None if pays is None else float(context_lens[pays]),
+                "loses_at": None if loses is None else float(context_lens[loses]),
             }
             found.append((estimates[index], crossing))
     return [crossing for _, crossing in sorted(found, key=lambda item: item[0])]
+
+
+def _first_decided(log_speedup: np.ndarray, decided: np.ndarray, places: range) -> int | None:
+    """The first decided cell of these; None where the curve ends, breaks or crosses back before one."""
+    for place in places:
+        if not np.isfinite(log_speedup[place]) or (log_speedup[place] > 0) != (log_speedup[places[0]] > 0):
+            return None
+        if decided[place]:
+            return place
+    return None
 
 
 def _bound(positions: np.ndarray, share: float, method: str) -> float | None:
@@ -66,3 +89,35 @@ def _bound(positions: np.ndarray, share: float, method: str) -> float | None:
         return None
     value = np.quantile(positions, share, method=method)  # type: ignore[call-overload]
     return float(2**value) if np.isfinite(value) else None
+
+
+def curve_crossings(
+    cells: pd.DataFrame, draws: list[np.ndarray], confidence: float, axis: str, curve_columns: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Crossings of each curve along one axis, context_len or batch_size; none for a curve of a single batch size.
+
+    cells, draws : verdicts, and the resampled log speed-ups [resamples] of each. curve_columns : what one curve shares.
+    """
+    curves = []
+    names = [name for name in (*curve_columns, "context_len") if name != axis]
+    of_text = ["workload", "temperature", "origin"]
+    for _, same_cost in cells.groupby([name for name in names if name not in of_text], dropna=False, sort=True):
+        places = np.sort(same_cost[axis].unique())
+        known = same_cost[same_cost["mean_acceptance_length"].notna()]
+        if axis == "batch_size" and len(places) < 2:
+            continue
+        for _, curve in known.groupby(of_text, dropna=False, sort=True):
+            # A place without this text's acceptance is a gap: nothing is interpolated across it.
+            columns = np.searchsorted(places, curve[axis])
+            log_speedup = np.full(len(places), np.nan)
+            # With one token per step nothing is gained: a speed-up above 1 tells of the baseline.
+            logs = np.log(curve["speedup"].to_numpy(float))
+            log_speedup[columns] = np.where(curve["mean_acceptance_length"] > 1, logs, np.minimum(logs, 0))
+            log_draws = np.full((len(draws[0]), len(places)), np.nan)
+            log_draws[:, columns] = np.stack([draws[index] for index in curve.index], axis=1)
+            decided = np.zeros(len(places), bool)
+            decided[columns] = curve["verdict"] != "undecided"
+            found = crossovers(places.astype(float), log_speedup, log_draws, confidence, decided)
+            along = [{axis: item.pop("context_len")} | item for item in found]
+            curves.append(plain_record(curve.iloc[0][names].to_dict()) | {"crossovers": along})
+    return curves

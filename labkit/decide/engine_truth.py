@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from labkit.decide.pairings import pairing_rows
 from labkit.engines.roles import version_key
-from labkit.engines.tables import read_table
 from labkit.errors import InputError
 from labkit.results import find_runs, load_runs
 from labkit.shapes import model_shapes
@@ -71,7 +71,7 @@ def engine_cells(rows: pd.DataFrame) -> pd.DataFrame:
     """Relative step cost per engine setting, k, batch and context, both arms from one run.
 
     step_ms, plain_ms : median over windows of the windows' median step, ms. relative_step_cost with its low and high
-    from resampled windows. drafts_per_step : as the engine counted them, per request and step.
+    from resampled windows. drafts_per_step : as the engine counted them, per request and step. num_windows : of both.
 
     Raises InputError: no rows of engine steps.
     """
@@ -102,6 +102,7 @@ def _arm(arm: pd.DataFrame, plain: np.ndarray) -> dict[str, Any]:
         **{"drafts_per_step": float(drafts), "step_ms": step_ms, "plain_ms": plain_ms},
         **{"relative_step_cost": step_ms / plain_ms, "relative_step_cost_low": low, "relative_step_cost_high": high},
         "draft_ms": float(arm["draft_ms"].median()),
+        "num_windows": len(own) + len(plain),
     }
 
 
@@ -132,13 +133,13 @@ def _newest(rows: pd.DataFrame, keys: list[str], values: list[str]) -> pd.DataFr
 
 def paired_backends(engine: str, version: str | None, setting: str) -> tuple[str, str] | None:
     """Decode and verify backend that a setting of an engine means here, by ``engine_pairings.csv``; None: unknown."""
-    for row in read_table("engine_pairings.csv"):
+    for row in pairing_rows().to_dict("records"):
         if row["engine"] == engine and setting in row["setting"].replace("(", " ").split() and _covers(row, version):
             return row["decode_backend"], row["verify_backend"]
     return None
 
 
-def _covers(row: dict[str, str], version: str | None) -> bool:
+def _covers(row: dict[Any, str], version: str | None) -> bool:
     text, own = row["engine_version"], version_key(version or "")
     if not own:
         return True

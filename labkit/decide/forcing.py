@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 
 from labkit.decide.intervals import generator, percentile_interval, resampled_medians, student_spread
+from labkit.decide.ratios import median_and_deviations
 from labkit.decide.step_costs import StepCosts, baseline_ms
 from labkit.errors import InputError
 from labkit.rows import ok_rows
@@ -45,8 +46,7 @@ def forcing_check(
             if not len(ratios):
                 continue
             rng = generator(seed, "forcing", part, j)
-            log, spread = float(np.median(ratios)), student_spread(len(ratios), resamples, rng, of_medians=True)
-            draws = spread * (resampled_medians(ratios[:, None], resamples, rng)[:, 0] - log)
+            log, draws = median_and_deviations(ratios, resamples, rng)
             low, high = np.exp(log + np.array(percentile_interval(draws, confidence)))
             neutral = bool(low <= 1 <= high or (low > 1 - NEUTRAL and high < 1 + NEUTRAL))
             found = {"ratio": np.exp(log), "low": low, "high": high, "num_groups": len(ratios), "neutral": neutral}

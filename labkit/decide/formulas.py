@@ -68,14 +68,8 @@ def formula_table(costs: Sequence[StepCosts], cells: pd.DataFrame, baseline: str
             }
             place = {name: cell[name] for name in ("context_len", "batch_size", "verify_backend", "workload")}
             for name, predicted in values.items():
-                row = place | {
-                    "formula": name,
-                    "k": k,
-                    "keep": keep,
-                    "speedup": cell["speedup"],
-                    "predicted": predicted,
-                }
-                records.append(row | {"error": predicted / cell["speedup"] - 1})
+                row = place | {"formula": name, "k": k, "keep": keep, "speedup": cell["speedup"]}
+                records.append(row | {"predicted": predicted, "error": predicted / cell["speedup"] - 1})
     return pd.DataFrame(records)
 
 

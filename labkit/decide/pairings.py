@@ -23,9 +23,14 @@ class Pairing:
     verify_backend: str
 
 
+def pairing_rows() -> pd.DataFrame:
+    """``data/reference/engine_pairings.csv``: what each setting of an engine version means in our backends, as text."""
+    return pd.read_csv(REFERENCE / "engine_pairings.csv", dtype=str, keep_default_na=False)
+
+
 def engine_pairings() -> list[Pairing]:
-    """The settings of ``data/reference/engine_pairings.csv``; those that mean the same backends share one label."""
-    table = pd.read_csv(REFERENCE / "engine_pairings.csv", dtype=str)
+    """The settings of `pairing_rows`; those that mean the same backends share one label."""
+    table = pairing_rows()
     short = table["setting"].str.replace(r"--attention-backend |attention backend |BatchPrefill\w+", "", regex=True)
     # "(CUDA)", "(Hopper)" and calls stay out of a label; the versions are in it where they make the difference.
     table["label"] = table["engine"] + " " + short.str.replace(r"\s*\((?!backend).*?\)", "", regex=True)

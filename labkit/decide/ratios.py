@@ -97,11 +97,11 @@ def _ratio(
     launches = [side.groupby(level=launch).median() for side in (a, b)]
     several = not paired and min(map(len, launches)) > 1
     if paired:
-        log_ratio, deviations = _median_and_deviations(np.log((b[shared] / a[shared]).to_numpy()), resamples, rng)
+        log_ratio, deviations = median_and_deviations(np.log((b[shared] / a[shared]).to_numpy()), resamples, rng)
     else:
         units = launches if several else (a, b)
-        log_a, deviations_a = _median_and_deviations(np.log(units[0].to_numpy()), resamples, rng)
-        log_b, deviations_b = _median_and_deviations(np.log(units[1].to_numpy()), resamples, rng)
+        log_a, deviations_a = median_and_deviations(np.log(units[0].to_numpy()), resamples, rng)
+        log_b, deviations_b = median_and_deviations(np.log(units[1].to_numpy()), resamples, rng)
         log_ratio, deviations = log_b - log_a, deviations_b - deviations_a
     low, high = np.exp(percentile_interval(log_ratio + deviations, confidence))
     found = {"a_ms": float(a.median()), "b_ms": float(b.median()), "ratio": float(np.exp(log_ratio))}
@@ -114,7 +114,8 @@ def _ratio(
     return {**found, **bounds, "paired": paired, **numbers, "claim": claim, "verdict": verdict}
 
 
-def _median_and_deviations(logs: np.ndarray, resamples: int, rng: np.random.Generator) -> tuple[float, np.ndarray]:
+def median_and_deviations(logs: np.ndarray, resamples: int, rng: np.random.Generator) -> tuple[float, np.ndarray]:
+    """Median of logs [num_units] and the spread deviations of resampled ones [resamples], NaN for a single unit."""
     median = float(np.median(logs))
     if len(logs) < 2:
         return median, np.full(resamples, np.nan)

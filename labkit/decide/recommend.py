@@ -1,5 +1,6 @@
 """`labkit best-k`: stored costs and acceptance in, a table of the best k out, or the flags that set it in an engine."""
 
+import argparse
 import json
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,13 +9,14 @@ from typing import Any
 
 import pandas as pd
 
+from labkit.axes import keep_where
 from labkit.decide.best_k import SETTING, best_k, regret
 from labkit.decide.forward_costs import FREE
 from labkit.decide.surface import verdict_surface
-from labkit.decide.verdict import parse_length
+from labkit.decide.verdict import acceptance_notes, parse_length
 from labkit.errors import InputError
 from labkit.results import experiments_in, load_runs
-from labkit.rows import json_value
+from labkit.rows import plain_record
 
 ENGINES = ("sglang", "vllm", "trtllm")
 # What each engine calls a drafter of labkit; sources: data/reference/engine_flags.csv.
@@ -24,11 +26,8 @@ METHODS = {
     "mtp": {"sglang": "NEXTN", "vllm": "mtp", "trtllm": "MTP"},
     "dflash": {"sglang": "DFLASH", "vllm": "dflash", "trtllm": "DFlash"},
 }
-MODEL = {
-    "sglang": "STANDALONE",
-    "vllm": "draft_model",
-    "trtllm": "Draft_Target",
-}  # a drafter that is a model of its own
+# A drafter that is a model of its own.
+MODEL = {"sglang": "STANDALONE", "vllm": "draft_model", "trtllm": "Draft_Target"}
 
 
 @dataclass(frozen=True)
@@ -46,10 +45,7 @@ class Recommendation:
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; null where unknown."""
         tables = {"best_k": self.best, "one_k_everywhere": self.regret, "does_not_fit": self.too_large}
-        return {
-            name: [{str(key): json_value(value) for key, value in row.items()} for row in table.to_dict("records")]
-            for name, table in tables.items()
-        }
+        return {name: [plain_record(row) for row in table.to_dict("records")] for name, table in tables.items()}
 
     def to_text(self) -> str:
         """Per setting a table context x batch of k, speed-up and interval, and what one k everywhere would lose."""
@@ -65,6 +61,7 @@ class Recommendation:
             texts = texts.astype({"context_len": int, "batch_size": int})
             table = texts.pivot(index="context_len", columns="batch_size", values="text").fillna("not measured")
             lines.append(table.rename_axis(index="context", columns="batch").to_string())
+            lines += [f"  {note}" for note in acceptance_notes(rows)]
             same = [
                 self.regret[name].isna() if pd.isna(value) else self.regret[name] == value
                 for name, value in names.items()
@@ -85,7 +82,7 @@ class Recommendation:
         comment = f"# k = {k} loses least over {len(self.best)} cells; {open_cells} of them undecided (? in the table)"
         origins = sorted(set(self.best["origin"].dropna()) - {"measured"})
         comment += f"; acceptance partly {', '.join(origins)}" if origins else ""
-        return f"{comment}\n{chosen}"
+        return "\n".join([comment, *(f"# {note}" for note in acceptance_notes(self.best)), chosen])
 
     def one_setting(self) -> tuple[dict[str, Any], int]:
         """The one setting and the k that loses least everywhere. Raises InputError where there are several settings."""
@@ -134,14 +131,7 @@ def recommend(
     acceptance: Any = parse_length(acceptance_length) if acceptance_length else load_runs("acceptance", *paths)
     rows = pd.concat(costs, ignore_index=True)
     surface = verdict_surface(rows, acceptance, acceptance_from=acceptance_from, baseline=baseline)
-    cells = surface.result.cells
-    for condition in where:
-        name, _, value = condition.partition("=")
-        if name not in cells:
-            raise InputError(f"--where {condition}: no such column; want one of {', '.join(SETTING)}")
-        cells = cells[cells[name].astype(str) == value]
-    if cells.empty:
-        raise InputError(f"--where {' '.join(where)}: no cell is left")
+    cells = keep_where(surface.result.cells, where)
     large = rows[rows["status"] == "oom"]
     names = ["target", "context_len", "batch_size"]
     return Recommendation(best_k(cells), regret(cells), large[names].dropna().drop_duplicates())
@@ -171,3 +161,18 @@ def engine_flags(engine: str, drafter: str, k: int) -> str:
         return f"--speculative-config '{json.dumps(settings)}'"
     lines = ["speculative_config:", f"  decoding_type: {method}", f"  max_draft_len: {k}"]
     return "\n".join(lines + ([f"  speculative_model: '{path}'"] if path else []))
+
+
+def run_from_arguments(arguments: argparse.Namespace) -> tuple[dict[str, Any], str, int] | None:
+    """`labkit best-k`."""
+    found = recommend(
+        arguments.paths,
+        acceptance_length=arguments.acceptance_length,
+        acceptance_from=arguments.acceptance_from,
+        baseline=arguments.baseline,
+        where=arguments.where,
+    )
+    if not arguments.emit:
+        return found.to_dict(), found.to_text(), 0
+    print(found.flags(arguments.emit))
+    return None

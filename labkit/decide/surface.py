@@ -11,8 +11,8 @@ from labkit.decide.best_k import best_k, cut_acceptance, regret
 from labkit.decide.cause import inefficiency, slope_causes, waterfall
 from labkit.decide.composed import cost_rows
 from labkit.decide.step_costs import StepCosts, step_costs
+from labkit.decide.verdict import restricted
 from labkit.errors import InputError
-from labkit.plots.curves import matching_curves
 from labkit.rows import is_missing
 
 
@@ -66,10 +66,7 @@ def select(surface: Surface, *, widest: str | None = None, **where: Any) -> Surf
             table = table[same]
         return table.reset_index(drop=True)
 
-    own = part(surface.result.cells)
-    curves: list[list[Any]] = [[curve for curve, _ in matching_curves(found, own)] for found in
-              (surface.result.crossovers, surface.result.turning_points)]  # fmt: skip
-    judged = replace(surface.result, cells=own, crossovers=curves[0], turning_points=curves[1])
+    judged = restricted(surface.result, part(surface.result.cells))
     names = ("waterfall", "causes", "floors", "best", "regret")
     tables: dict[str, Any] = {name: part(getattr(surface, name)) for name in names}
     costs = [cost for cost in surface.costs if all(_same(cost.key[name], value) for name, value in chosen.items())]

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import argparse
+import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
+from labkit.axes import keep_where
 from labkit.breakeven import Breakeven, breakeven, verdict_table
 from labkit.errors import InputError
+from labkit.paths import check_out
 from labkit.results import find_runs, load_runs
-from labkit.rows import listed
+from labkit.rows import distinct, is_missing, listed
+
+MOST_CELLS = 40  # printed one by one
+PRINTED_SETTING = ["gpu", "target", "drafter", "batch_size", "draft_backend", "weight_dtype", "kv_dtype"]
 
 
 def parse_length(text: str) -> float | tuple[float, float, float]:
@@ -57,30 +66,96 @@ def verdict_from_files(
     acceptance_from: str | None = None,
     baseline: str = "fastest",
     gpu: str | None = None,
+    where: Sequence[str] = (),
 ) -> Breakeven:
     """Join stored costs (`cost_rows`) with stored acceptance or an imposed length; see `labkit.breakeven.breakeven`.
 
-    Raises InputError: no run where one was named, a broken one, or sides that do not join.
+    where : ``column=value,..`` of the cells to keep.
+
+    Raises InputError: no run where one was named, a broken one, sides that do not join, or nothing that is kept.
     """
     imposed = parse_length(acceptance_length) if acceptance_length is not None else None
     costs = cost_rows(*cost_paths, gpu=gpu)
     acceptance = load_runs("acceptance", *(acceptance_paths or ()), gpu=gpu) if imposed is None else imposed
-    return breakeven(costs, acceptance, acceptance_from=acceptance_from, baseline=baseline)
+    result = breakeven(costs, acceptance, acceptance_from=acceptance_from, baseline=baseline)
+    return restricted(result, keep_where(result.cells, where)) if where else result
 
 
-def render(result: Breakeven) -> str:
-    """What was measured, the verdicts as a table, then one line per crossing."""
+def restricted(result: Breakeven, cells: pd.DataFrame) -> Breakeven:
+    """The same verdicts with some of their cells, and the curves that these lie on."""
+    from labkit.plots.curves import matching_curves  # loads matplotlib, which a plain verdict does without
+
+    found: list[list[Any]] = [
+        [curve for curve, _ in matching_curves(curves, cells)] for curves in (result.crossovers, result.turning_points)
+    ]
+    return replace(result, cells=cells.reset_index(drop=True), crossovers=found[0], turning_points=found[1])
+
+
+def render(result: Breakeven, *, everything: bool = False) -> str:
+    """What was measured, the verdicts as a table, then one line per crossing.
+
+    Up to ``MOST_CELLS`` cells are printed one by one. Of more, the setting (``PRINTED_SETTING``) with most cells is
+    printed with one line per curve, and the others are named with their number of cells; ``everything``: all cells.
+    """
+    if everything or len(result.cells) <= MOST_CELLS:
+        table, rest = verdict_table(result.cells), list[str]()
+    else:
+        result, rest = _one_setting(result)
+        table = curve_table(result.cells)
     about = [listed(result.cells, name) for name in ("gpu", "target", "drafter")]
-    lines = [f"{', '.join(about)} drafter", verdict_table(result.cells).to_string(index=False), ""]
-    lines += crossing_lines(result)
-    lines.append(f"baseline: {result.baseline}; intervals: {result.confidence:.0%}")
-    return "\n".join(lines)
+    lines = [f"{', '.join(about)} drafter", table.to_string(index=False), "", *crossing_lines(result), *rest]
+    return "\n".join([*lines, f"baseline: {result.baseline}; intervals: {result.confidence:.0%}"])
+
+
+def _one_setting(result: Breakeven) -> tuple[Breakeven, list[str]]:
+    """The setting with most cells, and lines that name the others."""
+    groups = [(key, rows) for key, rows in result.cells.groupby(PRINTED_SETTING, dropna=False, sort=True)]
+    varying = [name for name in PRINTED_SETTING if len(distinct(result.cells, name)) > 1]
+    chosen = max(range(len(groups)), key=lambda index: len(groups[index][1]))
+    names = []
+    for key, rows in groups:
+        values = dict(zip(PRINTED_SETTING, key, strict=True))
+        told = [f"{name}={values[name]}" for name in varying if not is_missing(values[name])]
+        names.append((" ".join(map(shlex.quote, told)), len(rows)))
+    lines = [
+        f"one line per curve of {names[chosen][0] or 'the one setting'}; --all prints all {len(result.cells)} cells"
+    ]
+    others = [f"  --where {name}   ({count} cells)" for index, (name, count) in enumerate(names) if index != chosen]
+    lines += [f"not shown: {len(others)} further settings", *others] if others else []
+    return restricted(result, groups[chosen][1]), [*acceptance_notes(groups[chosen][1]), *lines]
+
+
+def acceptance_notes(cells: pd.DataFrame) -> list[str]:
+    """In what the acceptance behind cells differs from their cost: device, dtypes, target."""
+    parts = pd.Series([part for reason in cells["reason"].dropna() for part in reason.split("; ")], dtype=object)
+    notes = parts[parts.str.startswith("acceptance ")].drop_duplicates().tolist()
+    changes_tokens = any("dtype" in note for note in notes)
+    return notes + ["another dtype may choose other tokens: no acceptance of this cost's own"] * changes_tokens
+
+
+def curve_table(cells: pd.DataFrame) -> pd.DataFrame:
+    """One row per curve of one setting: contexts, break-even length and speed-up at both ends, verdicts counted."""
+    rows = []
+    for key, curve in cells.groupby(["workload", "num_speculative_tokens", "verify_backend"], dropna=False, sort=True):
+        ends = curve.sort_values("context_len").iloc[[0, -1]]
+        counts = curve["verdict"].value_counts()
+        rows.append(
+            dict(zip(("workload", "k", "verify_backend"), key, strict=True))
+            | {"context": " to ".join(f"{value:.0f}" for value in ends["context_len"])}
+            | {"break-even length": _ends(ends["relative_step_cost"]), "speed-up": _ends(ends["speedup"])}
+            | {"verdicts": ", ".join(f"{count} {name}" for name, count in counts.items())}
+        )
+    return pd.DataFrame(rows).dropna(axis="columns", how="all")
+
+
+def _ends(values: pd.Series) -> str:
+    return " to ".join("unknown" if is_missing(value) else f"{value:.2f}" for value in values)
 
 
 def crossing_lines(result: Breakeven) -> list[str]:
     """Where each curve crosses break-even, in words, with the interval; ``open``: beyond the measured cells.
 
-    Along the context first, then along the batch size.
+    Along the context first, then along the batch size. Behind it the decided cells that bound it.
     """
     lines = []
     all_curves = [*result.crossovers, *result.turning_points]
@@ -101,5 +176,28 @@ def crossing_lines(result: Breakeven) -> list[str]:
             for crossing in curve["crossovers"]:
                 bounds = ["open" if crossing[side] is None else f"{crossing[side]:,.0f}" for side in ("low", "high")]
                 claim = crossing["direction"] if crossing["decided"] else "undecided around"
-                lines.append(f"{name}: {claim} {crossing[axis]:,.0f} [{', '.join(bounds)}] {unit}")
+                sides = [
+                    f"no decided cell beside it {verdict}" if at is None else f"{verdict} at {at:,.0f}"
+                    for verdict, at in (("pays", crossing["pays_at"]), ("loses", crossing["loses_at"]))
+                ]
+                lines.append(f"{name}: {claim} {crossing[axis]:,.0f} [{', '.join(bounds)}] {unit} ({', '.join(sides)})")
     return lines
+
+
+def run_from_arguments(arguments: argparse.Namespace) -> tuple[dict[str, Any], str, int]:
+    """`labkit breakeven`."""
+    from labkit.publish.tables import FORMATS, write_table
+
+    if arguments.out:
+        check_out(arguments.out, FORMATS)
+    result = verdict_from_files(
+        arguments.cost,
+        acceptance_paths=arguments.acceptance,
+        acceptance_length=arguments.acceptance_length,
+        acceptance_from=arguments.acceptance_from,
+        baseline=arguments.baseline,
+        where=arguments.where,
+    )
+    if arguments.out:
+        write_table(result, arguments.out)
+    return result.to_dict(), render(result, everything=arguments.all), 0

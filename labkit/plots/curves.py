@@ -70,7 +70,7 @@ def _same(value: Any, wanted: Any) -> bool:
 
 
 def crossing_text(crossing: Mapping[str, Any], limits: tuple[float, float]) -> str:
-    """``pays up to 23K [21, 26]``, ``pays from ...`` or, between undecided cells, ``undecided around ...``.
+    """``pays up to 23K [21, 26]``, ``pays from ...`` or, where a side has no decided cell, ``undecided around ...``.
 
     A bound outside the measured contexts prints as ``>128``.
     """

@@ -59,11 +59,7 @@ def run_batch(
     two notebooks of one name.
     """
     sources = _notebook_files(notebooks)
-    folder = Path(out_dir or paths.BUILD / "batch").resolve()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"out_dir: wanted a folder to write to, got {out_dir}: {error.strerror}") from error
+    folder = paths.make_folder(Path(out_dir or paths.BUILD / "batch").resolve(), "out_dir")
     values = {"out_dir": str(folder / "runs"), "figures_dir": str(folder / "figures"), **preset_parameters(preset)}
     values.update(parameters or {})
     known = {name for source in sources for name in declared_parameters(source)}

@@ -5,6 +5,7 @@ Nothing of a person, host or account is in it: texts are redacted, folders cut, 
 their metadata), and gives the runs new names.
 """
 
+import argparse
 import hashlib
 import io
 import json
@@ -25,7 +26,7 @@ from labkit.decide.compare import compare_runs
 from labkit.errors import InputError
 from labkit.provenance import ENV_VARS, redact, without_folders
 from labkit.publish.claims import ESTIMATORS, EXCLUDED, UNITS, Claim, claims_of, compare_claims, from_dicts
-from labkit.results import file_digest, read_sidecar, read_table, run_files, write_run
+from labkit.results import RUN_ID, file_digest, read_sidecar, read_table, run_files, write_run
 from labkit.schema import TEXT, arrow_schema
 
 MAX_FILES, MAX_FILE_BYTES, MAX_TOTAL_BYTES, MAX_RATIO = 2000, 1 << 30, 4 << 30, 500
@@ -43,6 +44,7 @@ def bundle(names: Sequence[str], out: Path, *, anonymous: bool = False) -> Path:
 
     Raises InputError: no run and no figure of that name, a broken run, or a file that cannot be written.
     """
+    paths.check_out(out, ("zip",))
     runs, figures = _resolve(names)
     claims = claims_of(runs)
     contents: dict[str, bytes] = {}
@@ -54,7 +56,8 @@ def bundle(names: Sequence[str], out: Path, *, anonymous: bool = False) -> Path:
             contents |= files
     if not anonymous:
         contents |= {f"figures/{file.name}": file.read_bytes() for file in figures}
-    contents["claim.json"] = _json({"claims": [claim.to_dict() for claim in claims], "labkit": __version__})
+    made = {"claims": [claim.to_dict() for claim in claims], "labkit": __version__, "anonymous": anonymous}
+    contents["claim.json"] = _json(made)
     contents["CLAIM.md"] = _claim_text(claims, sidecars).encode()
     contents["reproduce.sh"] = _script(sidecars).encode()
     contents["manifest.json"] = _json(
@@ -75,7 +78,7 @@ def _resolve(names: Sequence[str]) -> tuple[list[Path], list[Path]]:
     runs, figures = dict[str, Path](), list[Path]()
     for name in names:
         record = paths.FIGURES / f"{name}.json"
-        if Path(name).exists():
+        if Path(name).exists() or RUN_ID.fullmatch(name):
             found = run_files(Path(name))
         elif Path(name).name == name and record.exists():
             content = json.loads(record.read_text(encoding="utf-8"))
@@ -110,17 +113,19 @@ def _clean_run(path: Path, folder: Path, anonymous: bool) -> tuple[dict[str, Any
 
 
 def _clean_column(name: str, column: pa.ChunkedArray, run_id: str, anonymous: bool) -> Any:
+    """The column without what must not leave; each distinct text is looked at once, columns repeat few of them."""
     if column.type != TEXT:
         return column
-    texts = column.to_pylist()
     if name == "run_id":
-        texts = [run_id] * len(texts)
-    elif anonymous and name == "launch":
-        known = sorted({text for text in texts if text is not None})
-        texts = [None if text is None else f"launch {known.index(text)}" for text in texts]
-    elif anonymous and name in _DROPPED_COLUMNS:
-        texts = [None] * len(texts)
-    return pa.array([None if text is None else redact(text) for text in texts], TEXT)
+        return pa.array([run_id] * len(column), TEXT)
+    if anonymous and name in _DROPPED_COLUMNS:
+        return pa.nulls(len(column), TEXT)
+    coded = column.combine_chunks().dictionary_encode()
+    texts = coded.dictionary.to_pylist()
+    if anonymous and name == "launch":
+        known = sorted(texts)
+        texts = [f"launch {known.index(text)}" for text in texts]
+    return pa.array([redact(text) for text in texts], TEXT).take(coded.indices)
 
 
 def _clean_requests(path: Path) -> bytes:
@@ -233,11 +238,14 @@ def reproduce(path: Path, rows: Sequence[Path] = ()) -> tuple[str, bool]:
             target = Path(folder) / name
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(data)
-        claims = from_dicts(_load(contents, path, "claim.json").get("claims", []))
+        made = _load(contents, path, "claim.json")
+        claims = from_dicts(made.get("claims", []))
         runs = run_files(Path(folder) / "runs") if (Path(folder) / "runs").is_dir() else []
         yours = claims_of(rows or runs)
         sidecars = [read_sidecar(run) for run in runs]
-        others = [read_sidecar(file) for row in rows for file in run_files(row)]
+        # Cleaned like the bundle's own: what was left out there is no difference.
+        files = [file for row in rows for file in run_files(row)]
+        others = [_clean_tree(read_sidecar(file), made.get("anonymous") is True) for file in files]
     results = compare_claims(claims, yours)
     lines = [_line(item, own=not rows) for item in results] or ["the bundle makes no claim; its runs were read"]
     lines += _differences(sidecars, others)
@@ -260,17 +268,28 @@ def _line(item: dict[str, Any], *, own: bool) -> str:
     where = ", ".join(f"{name} {value}" for name, value in kept.items() if name != "gpu")
     text = f"{claim.metric} ({where}): claim {claim.text()}; {'its rows give' if own else 'yours'} "
     text += (yours.text() if yours else "nothing") + f": {item['verdict']}"
-    for name, (theirs, mine) in item["differing"].items():
+    for name, (theirs, mine) in (item["differing"] | item["named"]).items():
         text += f"\n  {name}: {theirs} -> {mine}"
     return text
 
 
 def _differences(sidecars: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> list[str]:
-    """Fields of the first runs of one experiment that differ and may explain another number."""
-    lines = []
-    for experiment in sorted({sidecar["experiment"] for sidecar in sidecars}):
-        theirs = next(sidecar for sidecar in sidecars if sidecar["experiment"] == experiment)
-        mine = next((sidecar for sidecar in others if sidecar["experiment"] == experiment), None)
-        found = compare_runs(theirs, mine).unexplained if mine else ()
-        lines += [f"  {experiment}: {item.field}: {item.a} -> {item.b}" for item in found]
+    """Fields in which a run of the bundle and the nearest of the other runs differ, and which may explain a number."""
+    lines = dict[str, None]()
+    for theirs in sidecars:
+        same = [mine for mine in others if mine["experiment"] == theirs["experiment"]]
+        found = min((compare_runs(theirs, mine).unexplained for mine in same), key=len, default=())
+        lines |= {f"  {theirs['experiment']}: {item.field}: {item.a} -> {item.b}": None for item in found}
     return ["fields that differ:", *lines] if lines else []
+
+
+def run_bundle(arguments: argparse.Namespace) -> None:
+    """`labkit bundle`."""
+    print(bundle(arguments.names, arguments.out, anonymous=arguments.anonymous))
+
+
+def run_reproduce(arguments: argparse.Namespace) -> int:
+    """`labkit reproduce`: 1 where a claim was not met."""
+    text, met = reproduce(arguments.bundle, arguments.rows)
+    print(text)
+    return 0 if met else 1

@@ -1,7 +1,8 @@
 """What stored runs claim in numbers, each with its interval and conditions; and whether two sets of rows agree.
 
-replay: decode rate of one endpoint over another, per scene and load. loop with acceptance: speed-up per cell. loop
-alone: relative step cost per cell. Other experiments have rows and no claim.
+replay: decode rate of one endpoint over another, per scene and load; of steps inside an engine their relative cost.
+loop with acceptance: speed-up per cell. loop alone and step: relative step cost per cell. Attention and acceptance rows
+alone have no claim.
 """
 
 import math
@@ -10,12 +11,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from labkit.breakeven import CELL_COLUMNS, breakeven
+from labkit.breakeven import CELL_COLUMNS, Breakeven, breakeven
+from labkit.decide.engine_truth import engine_cells
 from labkit.decide.verdict import fixed_context, verdict_from_files
 from labkit.errors import InputError
 from labkit.replay.report import comparisons
 from labkit.results import load_runs, read_sidecar, run_files
-from labkit.rows import is_missing
+from labkit.rows import is_missing, key_value
 
 ESTIMATORS = {
     "decode_rate_ratio": (
@@ -27,14 +29,27 @@ ESTIMATORS = {
         "prompts are resampled"
     ),
     "relative_step_cost": "median over rounds of the paired ratio of a speculative and a plain step; rounds resampled",
+    "engine_step_cost": (
+        "median step inside the engine while it speculates over the one while it does not, medians over windows of a "
+        "window's median; windows are resampled"
+    ),
 }
 UNITS = {"decode_rate_ratio": "prompt x launch", "speedup": "round, prompt", "relative_step_cost": "round"}
+UNITS["engine_step_cost"] = "window of steps"
 EXCLUDED = {
     "decode_rate_ratio": "warm-up, the first request of a scene, failed requests, prefill",
     "speedup": "prefill, the drafter's prefill, steps cut by a stop or the length limit",
     "relative_step_cost": "prefill, the drafter's prefill",
+    "engine_step_cost": "prefill, the first steps of a window, in which it settles",
 }
 _CONDITIONS = CELL_COLUMNS[:13]
+_ENGINE_CONDITIONS = (
+    *("gpu", "engine", "engine_version", "setting", "target", "batch_size", "context_len"),
+    "num_speculative_tokens",
+)
+# Told where they differ, and no reason not to compare: another GPU is what one wants to know of, and every cost is
+# over the fastest plain decode, whichever backend that is.
+_NAMED = ("gpu", "decode_backend")
 
 
 @dataclass(frozen=True)
@@ -67,6 +82,8 @@ def claims_of(paths: Sequence[Path]) -> list[Claim]:
     found = list(_of_replay(by_experiment["replay"])) if "replay" in by_experiment else []
     if "loop" in by_experiment:
         found += _of_loop(by_experiment["loop"], by_experiment.get("acceptance", []))
+    if "step" in by_experiment:
+        found += _of_cells(breakeven(load_runs("step", *by_experiment["step"]), None), "relative_step_cost")
     return found
 
 
@@ -78,19 +95,29 @@ def _of_replay(files: Sequence[Path]) -> Iterable[Claim]:
             conditions = {name: item[name] for name in ("scene", "concurrency", "a", "b")}
             gpu = {"gpu": ", ".join(sorted(rows["gpu"].unique()))}
             yield _claim("decode_rate_ratio", {**conditions, **gpu}, found, found["num_pairs"])
+    if (rows["record"] == "steps").any():
+        for cell in engine_cells(rows).to_dict("records"):
+            yield _of_cell(cell, "engine_step_cost", _ENGINE_CONDITIONS, "relative_step_cost", cell["num_windows"])
 
 
 def _of_loop(files: Sequence[Path], acceptance: Sequence[Path]) -> Iterable[Claim]:
     costs = fixed_context(load_runs("loop", *files))
     if costs.empty:
-        return
-    metric = "speedup" if acceptance else "relative_step_cost"
-    joined = verdict_from_files(files, acceptance_paths=acceptance) if acceptance else breakeven(costs, 1.0)
-    for cell in joined.cells.to_dict("records"):
+        return []
+    if acceptance:
+        return _of_cells(verdict_from_files(files, acceptance_paths=acceptance), "speedup")
+    return _of_cells(breakeven(costs, None), "relative_step_cost")
+
+
+def _of_cells(result: Breakeven, metric: str) -> Iterable[Claim]:
+    for cell in result.cells.to_dict("records"):
         if not is_missing(cell[metric]):
-            values = {"value": cell[metric], "low": cell[f"{metric}_low"], "high": cell[f"{metric}_high"]}
-            conditions = {str(name): None if is_missing(cell[name]) else cell[name] for name in _CONDITIONS}
-            yield _claim(metric, conditions, values, int(cell["num_rounds"]))
+            yield _of_cell(cell, metric, _CONDITIONS, metric, int(cell["num_rounds"]))
+
+
+def _of_cell(cell: Mapping[Any, Any], metric: str, names: Iterable[str], column: str, n: int) -> Claim:
+    values = {"value": cell[column], "low": cell[f"{column}_low"], "high": cell[f"{column}_high"]}
+    return _claim(metric, {name: key_value(cell[name]) for name in names}, values, n)
 
 
 def _claim(metric: str, conditions: Mapping[str, Any], values: Mapping[str, float], n: int) -> Claim:
@@ -112,7 +139,7 @@ def consistent(claim: Claim, yours: Claim) -> bool | None:
 def compare_claims(claims: Sequence[Claim], yours: Sequence[Claim]) -> list[dict[str, Any]]:
     """For each claim the number of the same conditions, or the closest one and the fields in which it differs.
 
-    The GPU is named where it differs and does not keep two numbers from being compared: that is what one wants to know.
+    Claims also name what differs and keeps no two numbers from being compared: the backend of the fastest plain decode.
     """
     found = []
     for claim in claims:
@@ -124,12 +151,14 @@ def compare_claims(claims: Sequence[Claim], yours: Sequence[Claim]) -> list[dict
             verdict = {True: "consistent", False: "not consistent", None: "no interval to judge by"}[
                 consistent(claim, best)
             ]
-        found.append({"claim": claim, "yours": best, "verdict": verdict, "differing": differing})
+        base, own = claim.conditions.get("decode_backend"), best.conditions.get("decode_backend") if best else None
+        named = {"decode_backend": (base, own)} if best and base != own else {}
+        found.append({"claim": claim, "yours": best, "verdict": verdict, "differing": differing, "named": named})
     return found
 
 
 def _differing(claim: Claim, other: Claim) -> dict[str, tuple[Any, Any]]:
-    names = [name for name in claim.conditions if name != "gpu"]
+    names = [name for name in claim.conditions if name not in _NAMED]
     pairs = {name: (claim.conditions[name], other.conditions.get(name)) for name in names}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 

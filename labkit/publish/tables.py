@@ -8,7 +8,6 @@ import pandas as pd
 
 from labkit import paths
 from labkit.breakeven import Breakeven, verdict_table
-from labkit.errors import InputError
 
 FORMATS = ("tex", "html", "csv", "parquet")
 _LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
@@ -21,13 +20,9 @@ _STYLE = "border-collapse: collapse; font: 13px sans-serif"
 def write_table(result: Breakeven, path: Path) -> Path:
     """Write the verdicts as ``path``: .tex or .html to read, .csv or .parquet for programs (every column of the cells).
 
-    Raises InputError: another ending, or a folder that is not there.
+    Raises as `labkit.paths.check_out`.
     """
-    suffix = path.suffix.lstrip(".")
-    if suffix not in FORMATS:
-        raise InputError(f"--out {path}: want a file ending in .{', .'.join(FORMATS)}")
-    if not path.parent.is_dir():
-        raise InputError(f"--out {path}: no such folder {path.parent}")
+    suffix = paths.check_out(path, FORMATS).suffix.lstrip(".")
     if suffix == "parquet":
         # Snappy: pages of `labkit.publish.page` read it in a browser.
         content = result.cells.to_parquet(compression="snappy", index=False)

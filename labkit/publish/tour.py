@@ -1,7 +1,9 @@
-"""The tour of the committed data, the committed figures, and the demo that measures."""
+"""The tour of the committed data, the notebooks in batch, the committed figures, and the demo that measures."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,29 +17,24 @@ if TYPE_CHECKING:
     from labkit.publish.batch import Verdict
 
 
-def tour(out_dir: Path | None = None) -> Path:
-    """Draw the headline figure and print the verdicts from ``data/runs``; nothing is measured, no torch is loaded.
-
-    Returns the figure's PNG.
-    """
+def run_tour(_: argparse.Namespace) -> None:
+    """`labkit tour`: headline figure and verdicts from ``data/runs``; nothing is measured, no torch is loaded."""
     from labkit.plots.panels import figure_breakeven
     from labkit.publish.figures import save_figure
     from labkit.results import find_runs
 
-    out = out_dir or paths.BUILD / "tour"
     costs, acceptance = find_runs("loop"), find_runs("acceptance")
     # One figure holds one device: the newest on which both sides were measured.
     both = {run.sidecar["gpu"] for run in costs} & {run.sidecar["gpu"] for run in acceptance}
     if not both:
         raise InputError("tour: want loop and acceptance runs of one device in data/runs; there are none")
-    gpu = max((run for run in acceptance if run.sidecar["gpu"] in both), key=lambda run: run.sidecar["run_id"])
-    sources = [run.path for run in (*costs, *acceptance) if run.sidecar["gpu"] == gpu.sidecar["gpu"]]
-    result = verdict.verdict_from_files([], gpu=gpu.sidecar["gpu"])
+    newest = max((run for run in acceptance if run.sidecar["gpu"] in both), key=lambda run: run.sidecar["run_id"])
+    gpu = newest.sidecar["gpu"]
+    sources = [run.path for run in (*costs, *acceptance) if run.sidecar["gpu"] == gpu]
+    result = verdict.verdict_from_files([], gpu=gpu)
     print(verdict.render(result))
-    files = save_figure(figure_breakeven(result), "tour_breakeven", sources, out_dir=out)
-    png = next(file for file in files if file.suffix == ".png")
-    print(f"\nheadline figure: {png}")
-    return png
+    files = save_figure(figure_breakeven(result), "tour_breakeven", sources, out_dir=paths.BUILD / "tour")
+    print(f"\nheadline figure: {next(file for file in files if file.suffix == '.png')}")
 
 
 def batch(names: Sequence[str], *, preset: str, out_dir: Path, quiet: bool = False) -> list[Verdict]:
@@ -66,39 +63,42 @@ def _notebook(name: str, known: Sequence[Path]) -> Path:
     raise InputError(f"notebook {name!r}: no such name; the notebooks are {', '.join(path.stem for path in known)}")
 
 
-def demo(out_dir: Path, *, preset: str = "auto") -> int:
-    """Measure on this machine through the notebooks; figures, HTML and the break-even table land in ``out_dir``.
-
-    Returns 0, or 1 when a notebook failed (its executed copy is kept).
-    """
+def run_batch_command(arguments: argparse.Namespace) -> int:
+    """`labkit batch`: 1 where a notebook failed."""
     from labkit.publish.batch import failed
 
-    begin = time.monotonic()
+    verdicts = batch(arguments.notebooks, preset=arguments.preset, out_dir=arguments.out, quiet=arguments.json)
+    if arguments.json:
+        print(json.dumps([vars(verdict) for verdict in verdicts], indent=2))
+    return int(bool(failed(verdicts)))
+
+
+def run_demo(arguments: argparse.Namespace) -> int:
+    """`labkit demo`: measure through the notebooks; 1 where one failed (its executed copy is kept)."""
+    from labkit.publish.batch import failed
+
+    out, begin = arguments.out, time.monotonic()
     # The summary goes last: it reads what the others measured.
     names = ["01_verify_attention", "03_acceptance", "04_breakeven", "00_start_here"]
-    verdicts = batch(names, preset=preset, out_dir=out_dir)
-    runs = Path(out_dir).resolve() / "runs"
-    bad = failed(verdicts)
+    bad = failed(batch(names, preset=arguments.preset, out_dir=out))
     if not bad:
+        runs = out.resolve() / "runs"
         result = verdict.verdict_from_files([runs], acceptance_paths=[runs])
-        (Path(out_dir) / "breakeven.json").write_text(result.to_json() + "\n")
+        (out / "breakeven.json").write_text(result.to_json() + "\n")
         print("\n" + verdict.render(result))
-    print(f"\n{out_dir}: executed notebooks, HTML, figures/, runs/ ({time.monotonic() - begin:.0f} s)")
-    return 1 if bad else 0
+    print(f"\n{out}: executed notebooks, HTML, figures/, runs/ ({time.monotonic() - begin:.0f} s)")
+    return int(bool(bad))
 
 
-def committed_figures(*, stale_only: bool = False) -> int:
-    """Draw the committed figures again from the committed data, or list those that are out of date.
-
-    Returns 1 when ``stale_only`` finds any.
-    """
+def run_figures(arguments: argparse.Namespace) -> int:
+    """`labkit figures`: draw the committed figures again from the committed data, or list the stale ones (then 1)."""
     from labkit.publish.batch import failed, run_batch
     from labkit.publish.figures import stale_figures
 
-    if stale_only:
+    if arguments.stale:
         stale = stale_figures()
         print("\n".join(f"{name}: {reason}" for name, reason in stale.items()) or "all figures are up to date")
-        return 1 if stale else 0
+        return int(bool(stale))
     folder = paths.BUILD / "figures"
     if bad := failed(run_batch(parameters={"figures_dir": str(paths.FIGURES)}, out_dir=folder)):
         raise InputError(f"notebooks failed: {', '.join(bad)}; see {folder}")

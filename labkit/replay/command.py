@@ -4,6 +4,7 @@ import argparse
 import json
 from typing import Any
 
+from labkit.decide.engine_truth import engine_cells
 from labkit.errors import InputError
 from labkit.paths import RUNS
 from labkit.replay.report import comparisons, render, retention, summary
@@ -27,6 +28,8 @@ def run_from_arguments(arguments: argparse.Namespace) -> int:
     rows, sidecars = load_runs("replay", *paths), load_sidecars("replay", *paths)
     if arguments.json:
         tables = {"summary": summary(rows), "retention": retention(rows)}
+        if (rows["record"] == "steps").any():
+            tables["engine_steps"] = engine_cells(rows)
         content: dict[str, Any] = {"runs": sorted(sidecars), "comparisons": comparisons(rows)}
         content |= {name: table.to_dict("records") for name, table in tables.items()}
         print(json.dumps(_plain(content), indent=1, allow_nan=False))

@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 
 from labkit.decide.compare import compare_runs
+from labkit.decide.engine_truth import engine_cells
 from labkit.decide.intervals import generator, percentile_interval, student_spread
 from labkit.rows import is_missing
 
@@ -151,12 +152,8 @@ def _acceptance(rows: pd.DataFrame) -> dict[str, float]:
 def _spread(rows: pd.DataFrame) -> dict[str, float]:
     """Over the turns of a conversation, tokens/s: mean, median, coefficient of variation, worst."""
     turns = rows.dropna(subset=["turn"]).groupby("turn")["decode_tokens_per_s"].median()
-    values = {
-        "mean": turns.mean(),
-        "median": turns.median(),
-        "variation": turns.std() / turns.mean(),
-        "worst": turns.min(),
-    }
+    values = {"mean": turns.mean(), "median": turns.median(), "variation": turns.std() / turns.mean()}
+    values["worst"] = turns.min()
     return {f"turns_{name}": float(value) for name, value in values.items()}
 
 
@@ -196,9 +193,10 @@ def render(rows: pd.DataFrame, sidecars: Sidecars, **guard: Any) -> str:
     **guard : ``varying`` and ``allow`` of `labkit.decide.compare.compare_runs`.
     """
     table = summary(rows)
+    lines = _step_lines(rows) if (rows["record"] == "steps").any() else []
     if table.empty:
-        return "no request was measured"
-    compared, lines = comparisons(rows), []
+        return "\n".join(lines) or "no request was measured"
+    compared = comparisons(rows)
     for (scene, load), part in table.groupby(["scene", "concurrency"], sort=True):
         block = part.drop(columns=["scene", "concurrency"]).set_index("endpoint").T
         block = block[(block.notna() & (block != "")).any(axis=1)].map(_cell)
@@ -208,6 +206,23 @@ def render(rows: pd.DataFrame, sidecars: Sidecars, **guard: Any) -> str:
     if (rows["scene"] == "depth").any():
         lines += ["", retention(rows).to_string(index=False, float_format=lambda value: f"{value:.4g}")]
     return "\n".join([*lines, *guard_lines(sidecars, **guard)])
+
+
+def _step_lines(rows: pd.DataFrame) -> list[str]:
+    """Steps timed inside an engine, plain and speculative side by side; these rows hold no requests."""
+    table = engine_cells(rows)
+    names = ["engine", "engine_version", "setting", "target", "num_speculative_tokens", "batch_size", "context_len"]
+    shown = table[names].rename(columns={"num_speculative_tokens": "k", "batch_size": "batch"})
+    for name in ("plain_ms", "step_ms", "drafts_per_step"):
+        shown[name] = [f"{value:.2f}" for value in table[name]]
+    bounds = table[["relative_step_cost", "relative_step_cost_low", "relative_step_cost_high"]].itertuples(index=False)
+    shown["relative step cost"] = ["{:.2f} [{:.2f}, {:.2f}]".format(*values) for values in bounds]
+    failed = rows[(rows["record"] == "steps") & (rows["status"] != "ok")]
+    alone = "; no requests are among these rows" if (rows["record"] == "steps").all() else ""
+    lines = [f"steps timed inside an engine (record steps){alone}"]
+    lines.append(shown.to_string(index=False, float_format=lambda value: f"{value:.0f}"))
+    lines += [f"{count} without times: {reason}" for reason, count in failed["reason"].value_counts().items()]
+    return [*lines, f"{int(table['num_windows'].sum())} windows; interval: windows resampled, 95%", ""]
 
 
 def _cell(value: Any) -> Any:

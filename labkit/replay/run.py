@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from labkit.engines.record import COUNTS
 from labkit.errors import InputError
 from labkit.journal import Journal, compact, create_journal
-from labkit.paths import write_whole
+from labkit.paths import make_folder, write_whole
 from labkit.progress import progress, say
 from labkit.provenance import collect, digest, environment_digest, slug, utc_now
 from labkit.replay.client import RETRIED, Reply, fields_of, send
@@ -211,6 +211,7 @@ def replay(urls: Sequence[str], scenes: Sequence[Scene], *, out_dir: Path, optio
 
     if options.repeats < 1:
         raise InputError(f"repeats: wanted at least 1, got {options.repeats}")
+    make_folder(out_dir, "--out")
     run_id = new_run_id()
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
     with httpx.Client(limits=limits, follow_redirects=False, trust_env=False) as client:

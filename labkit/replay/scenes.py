@@ -167,12 +167,9 @@ class Maker:
                 for length in lengths:
                     if self._fits(depth + length, scene):
                         name = prompt.id + (f"@{depth + length}" if depth + length else "")
-                        about: dict[str, Any] = {
-                            "prompt_id": name,
-                            "workload": prompt.workload,
-                            "answer": prompt.answer,
-                        }
-                        yield self.request(self._filled(prompt, depth + length), scene, mark, **about)
+                        messages = self._filled(prompt, depth + length)
+                        told: dict[str, Any] = {"workload": prompt.workload, "answer": prompt.answer}
+                        yield self.request(messages, scene, mark, prompt_id=name, **told)
 
     def _conversation(self, scene: Scene, mark: str, _: int) -> Iterator[Request]:
         """Scripted turns: the assistant's side is text of the filler too, the same whatever an engine answered."""
@@ -182,12 +179,9 @@ class Maker:
         for turn, end in enumerate(ends):
             question = {"role": "user", "content": text[start:end] + "\n\nSay in two sentences what this code does."}
             if self._fits(round(end / self.characters_per_token), scene):
-                about: dict[str, Any] = {
-                    "prompt_id": f"{scene.name}-turn-{turn:02d}",
-                    "workload": scene.name,
-                    "turn": turn,
-                }
-                yield self.request([*messages, question], scene, mark, **about)
+                name = f"{scene.name}-turn-{turn:02d}"
+                whole = [*messages, question]
+                yield self.request(whole, scene, mark, prompt_id=name, workload=scene.name, turn=turn)
             messages += [question, {"role": "assistant", "content": "It prepares values and passes them on."}]
             start = end
 
@@ -199,9 +193,8 @@ class Maker:
         for index in range(concurrency * scene.num_requests):
             prompt = prompts[index % len(prompts)]
             if self._fits(length, scene):
-                about: dict[str, Any] = {"prompt_id": f"{prompt.id}#{index:03d}", "workload": prompt.workload}
-                own = mark if shared else f"{mark} {index:03d}"
-                yield self.request(self._filled(prompt, length), scene, own, **about)
+                own, name = mark if shared else f"{mark} {index:03d}", f"{prompt.id}#{index:03d}"
+                yield self.request(self._filled(prompt, length), scene, own, prompt_id=name, workload=prompt.workload)
 
 
 def _prompts(scene: Scene) -> Iterator[Prompt]:
