@@ -104,19 +104,12 @@ def _timer(device: str) -> dict[str, float]:
 def calibrate(device: str = "cpu") -> dict[str, Any]:
     """Measure the limits that ratios are taken against. Under 10 s on a CPU.
 
-    Parameters
-    ----------
-    device : str
-        ``cpu``, with as many threads as torch has, or a CUDA device.
+    device : ``cpu``, with as many threads as torch has, or a CUDA device.
 
-    Returns
-    -------
-    dict
-        read_gb_per_s: median of repeated reads, 1e9 B/s, and read_spread (best, 20th and 80th percentile, and us: time
-        of a read by its bytes);
-        matrix_tflops_per_s: dtype -> median, 1e12 FLOP/s, null where the device has no such product, and
-        matrix_spread; timer_resolution_us, noise_floor_us; cache_bytes, num_threads, num_sms (null on a CPU),
-        device, time (UTC).
+    Returns read_gb_per_s: median of repeated reads, 1e9 B/s, and read_spread (best, 20th and 80th percentile, and us:
+    time of a read by its bytes); matrix_tflops_per_s: dtype -> median, 1e12 FLOP/s, null where the device has no such
+    product, and matrix_spread; timer_resolution_us, noise_floor_us; cache_bytes, num_threads, num_sms (null on a CPU),
+    device, time (UTC).
     """
     import torch
 

@@ -204,10 +204,7 @@ class PagedKVCache:
     def share_prefix(self, num_tokens: int) -> None:
         """Let all requests use the first request's pages for the first `num_tokens` tokens. Their own are left unused.
 
-        Raises
-        ------
-        ValueError
-            Not a whole number of pages.
+        Raises ValueError: not a whole number of pages.
         """
         if num_tokens % self.page_size:
             raise ValueError(f"num_tokens must be a multiple of page_size={self.page_size}, got {num_tokens}")

@@ -368,10 +368,7 @@ SAMPLE_KEYS: dict[str, tuple[str, ...]] = {
 def columns(experiment: str) -> tuple[Column, ...]:
     """The columns of an experiment.
 
-    Raises
-    ------
-    InputError
-        Unknown experiment.
+    Raises InputError: unknown experiment.
     """
     if experiment not in EXPERIMENTS:
         raise InputError(f"experiment: wanted one of {', '.join(EXPERIMENTS)}, got {experiment!r}")

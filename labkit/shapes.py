@@ -15,10 +15,7 @@ MAX_Q_LEN = 64  # new tokens of a verify call; longer calls are prefill chunks
 def dtype_bytes(dtype: str) -> int:
     """Bytes of one element of `dtype`.
 
-    Raises
-    ------
-    InputError
-        The name is not in ``DTYPE_BYTES``.
+    Raises InputError: the name is not in ``DTYPE_BYTES``.
     """
     if dtype not in DTYPE_BYTES:
         raise InputError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {dtype!r}")
@@ -46,11 +43,8 @@ class AttentionShape:
     the new tokens see their ancestors only, with ``"none"`` each other. The first `shared_prefix_len` tokens lie in
     pages that all requests share.
 
-    Raises
-    ------
-    InputError
-        A size is not an integer in range, the heads do not divide, a dtype or mask is unknown, or the shared prefix
-        is longer than a context.
+    Raises InputError: A size is not an integer in range, the heads do not divide, a dtype or mask is unknown, or the
+    shared prefix is longer than a context.
     """
 
     batch_size: int
@@ -147,10 +141,7 @@ class ModelShape:
     `num_delta_value_heads` states of `delta_head_dim` squared. `rotary_dim` elements of a head are rotated;
     `output_gate` doubles the q projection by a gate on the attention's output.
 
-    Raises
-    ------
-    InputError
-        A size is not an integer of at least 1, or the heads do not divide.
+    Raises InputError: A size is not an integer of at least 1, or the heads do not divide.
     """
 
     name: str
@@ -271,10 +262,7 @@ def model_shapes() -> dict[str, ModelShape]:
 def model_shape(name: str) -> ModelShape:
     """Look a model shape up by its name in ``data/reference/model_shapes.csv``.
 
-    Raises
-    ------
-    InputError
-        No such row; the message lists the known names.
+    Raises InputError: no such row; the message lists the known names.
     """
     known = model_shapes()
     if name not in known:

@@ -97,37 +97,24 @@ def sample_rounds(
 ) -> list[dict[str, Any]]:
     """Time calls against one another: each round runs all of them, in a shuffled order of its own.
 
-    Parameters
-    ----------
-    calls : dict of str to callable
-        What to time, by name. Only the call is timed; prepare before.
-    num_rounds, samples_per_round, num_warmup : int
-        Rounds; consecutive samples of a call in a round; untimed runs of each call before the first round.
-    device : str
-        ``cpu`` (perf_counter) or a CUDA device (events on the current stream; the launch of a kernel that is
+    calls : What to time, by name. Only the call is timed; prepare before.
+    num_rounds, samples_per_round, num_warmup : Rounds; consecutive samples of a call in a round; untimed runs of each
+        call before the first round.
+    device : ``cpu`` (perf_counter) or a CUDA device (events on the current stream; the launch of a kernel that is
         shorter than its launch shows up in the time unless ``graph``).
-    l2 : str
-        cold: the last-level cache is displaced before each sample, by reading at least twice its size. warm:
-        it is not.
-    graph : bool
-        Capture each call as a CUDA graph and time the replay.
-    seed : int
-        Of the shuffling.
-    max_rounds, widest : int, float
-        After ``num_rounds``, go on by as many while the 95 % interval of any call's median is wider than this share of
-        it, up to ``max_rounds`` in all. The rule looks at widths alone, never at which call is faster.
-    monitor : callable, optional
-        Read once per round, on CUDA while the device works on it, outside the times; its result is ``state``.
+    l2 : cold: the last-level cache is displaced before each sample, by reading at least twice its size. warm: it is
+        not.
+    graph : Capture each call as a CUDA graph and time the replay.
+    seed : Of the shuffling.
+    max_rounds, widest : After ``num_rounds``, go on by as many while the 95 % interval of any call's median is wider
+        than this share of it, up to ``max_rounds`` in all. The rule looks at widths alone, never at which call is
+        faster.
+    monitor : Read once per round, on CUDA while the device works on it, outside the times; its result is ``state``.
 
-    Returns
-    -------
-    list of dict
-        name, round, sample (index in its round), ms, displaced_bytes (0 when warm) and state, in the order of running.
+    Returns name, round, sample (index in its round), ms, displaced_bytes (0 when warm) and state, in the order of
+    running.
 
-    Raises
-    ------
-    InputError
-        Bad arguments; a graph on the CPU.
+    Raises InputError: bad arguments; a graph on the CPU.
     """
     if not calls or num_rounds < 1 or samples_per_round < 1:
         raise InputError("sample_rounds: wanted at least one call, round and sample per round")
@@ -308,11 +295,8 @@ class EventClock:
 class FakeClock:
     """Plays back a script, for tests of what is built on clocks.
 
-    Parameters
-    ----------
-    script : iterable of dict
-        One per step: ms of ``draft``, ``verify``, ``accept`` and ``gap``; an absent part takes 0 ms. Only
-        parts that the step really ended are reported. A step beyond the script raises.
+    script : One per step: ms of ``draft``, ``verify``, ``accept`` and ``gap``; an absent part takes 0 ms. Only parts
+        that the step really ended are reported. A step beyond the script raises.
     """
 
     def __init__(self, script: Iterable[dict[str, float]]):
