@@ -15,8 +15,7 @@ from labkit.errors import InputError, Unsupported
 from labkit.experiments import common
 from labkit.provenance import utc_now
 from labkit.quality import Limits
-from labkit.shapes import MAX_Q_LEN, AttentionShape, dtype_bytes, model_shape
-from labkit.sweep import RunResult
+from labkit.shapes import AttentionShape, dtype_bytes, model_shape
 
 PRESETS: dict[str, common.Axes] = {
     "cpu": {
@@ -131,9 +130,8 @@ def points(preset: str, **axes: Sequence[Any]) -> list[dict[str, Any]]:
     Raises InputError for an unknown preset, axis, backend or model shape, or a context of 0.
     """
     found: list[dict[str, Any]] = []
-    for index, changes in enumerate([{}, *_MORE_GRIDS.get(preset, [])]):
-        grid = common.axes_of({preset: PRESETS.get(preset, {}) | changes} if changes else PRESETS, preset, axes)
-        found += _points_of_grid(grid, prefix=f"{index}:" if changes else "")
+    for prefix, grid in common.grids(PRESETS, _MORE_GRIDS, preset, axes):
+        found += _points_of_grid(grid, prefix)
     return found
 
 
@@ -143,10 +141,7 @@ def _points_of_grid(grid: common.Axes, prefix: str) -> list[dict[str, Any]]:
         common.check_names(axis, grid[axis], known)
     for model in grid["model"]:
         heads_of(model)
-    if 0 in grid["context_len"]:
-        raise InputError("context_len: wanted 1 or more, got 0")
-    if bad := [q_len for q_len in grid["q_len"] if q_len > MAX_Q_LEN]:
-        raise InputError(f"q_len: wanted 1 to {MAX_Q_LEN}, got {bad[0]}")
+    common.check_lengths(grid)
     fixed = {name: common.sole(grid, name) for name in _ONE_VALUE}
     found = []
     for values in product(*(grid[name] for name in _CELL)):
@@ -174,15 +169,7 @@ def heads_of(model: str) -> tuple[int, int, int]:
     return shape.num_qo_heads, shape.num_kv_heads, shape.head_dim
 
 
-def run(
-    preset: str = "cpu",
-    *,
-    out_dir: Path | None = None,
-    options: dict[str, Any] | None = None,
-    **axes: Sequence[Any],
-) -> RunResult:
-    """Measure a preset with some axes replaced. ``options`` go to `labkit.sweep.run_sweep` (resume, budget, ...)."""
-    return common.sweep("attention", points(preset, **axes), out_dir=out_dir, **(options or {}))
+run = common.runner("attention", points)
 
 
 def shape_of(point: dict[str, Any]) -> AttentionShape:

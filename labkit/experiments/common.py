@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from hashlib import sha256
@@ -57,6 +57,15 @@ def axes_of(presets: Mapping[str, Axes], preset: str, given: Mapping[str, Sequen
     return axes
 
 
+def grids(
+    presets: Mapping[str, Axes], more: Mapping[str, list[Axes]], preset: str, given: Mapping[str, Sequence[Any]]
+) -> Iterator[tuple[str, Axes]]:
+    """The grids of a preset, its own and then the changed ones in ``more``, each with a mark for its groups' names."""
+    yield "", axes_of(presets, preset, given)
+    for index, changes in enumerate(more.get(preset, []), start=1):
+        yield f"{index}:", axes_of({preset: presets[preset] | changes}, preset, given)
+
+
 def check_names(axis: str, values: Sequence[str], known: Sequence[str]) -> None:
     """Raise InputError for a value that is not among the known ones."""
     for value in values:
@@ -69,6 +78,14 @@ def check_backends(axis: str, values: Sequence[str]) -> None:
     from labkit.attention.api import available_backends
 
     check_names(axis, values, list(available_backends()))
+
+
+def check_lengths(axes: Axes) -> None:
+    """Raise InputError for a query length that no mask holds, or an empty context."""
+    if bad := [q_len for q_len in axes["q_len"] if q_len > MAX_Q_LEN]:
+        raise InputError(f"q_len: wanted 1 to {MAX_Q_LEN}, got {bad[0]}")
+    if 0 in axes["context_len"]:
+        raise InputError("context_len: wanted 1 or more, got 0")
 
 
 def check_draft_lengths(axes: Axes) -> None:
@@ -293,6 +310,18 @@ def sweep(
         code_digest=code_digest([*_MEASURING, f"experiments/{experiment}.py"]),
         **options,
     )
+
+
+def runner(experiment: str, points: Callable[..., list[dict[str, Any]]]) -> Callable[..., RunResult]:
+    """The function ``run`` of an experiment."""
+
+    def run(
+        preset: str = "cpu", *, out_dir: Path | None = None, options: Mapping[str, Any] = {}, **axes: Sequence[Any]
+    ) -> RunResult:
+        """Measure a preset with some axes replaced. ``options`` go to `run_sweep` (resume, budget, ...)."""
+        return sweep(experiment, points(preset, **axes), out_dir=out_dir, **options)
+
+    return run
 
 
 def load_backends(point: Mapping[str, Any]) -> None:

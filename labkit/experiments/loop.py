@@ -11,17 +11,16 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from labkit import workloads
+from labkit.cost import attention_shape
 from labkit.device_state import monitor
 from labkit.errors import InputError, Unsupported
 from labkit.experiments import common
 from labkit.experiments.acceptance import draft_with, prompt_tokens
 from labkit.quality import Limits
-from labkit.shapes import AttentionShape, model_shape
-from labkit.sweep import RunResult
+from labkit.shapes import model_shape
 
 if TYPE_CHECKING:
     from labkit.models.decoder import Decoder
@@ -127,11 +126,7 @@ def _places(grid: common.Axes) -> Iterator[dict[str, Any]]:
                     yield place | {"prompt_id": prompt.id}
 
 
-def run(
-    preset: str = "cpu", *, out_dir: Path | None = None, options: dict[str, Any] | None = None, **axes: Sequence[Any]
-) -> RunResult:
-    """Measure a preset with some axes replaced. ``options`` go to `labkit.sweep.run_sweep` (resume, budget, ...)."""
-    return common.sweep("loop", points(preset, **axes), out_dir=out_dir, **(options or {}))
+run = common.runner("loop", points)
 
 
 @dataclass
@@ -233,14 +228,12 @@ def _check_attention(point: dict[str, Any]) -> None:
 
     shape = _decoder(point).shape
     speculative = point["arm"] == "speculative"
-    checked = AttentionShape(
+    checked = attention_shape(
+        shape,
         batch_size=point["batch_size"],
         q_len=point["num_speculative_tokens"] + 1 if speculative else 1,
         context_len=point["context_len"] or 256,
-        num_qo_heads=shape.num_qo_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        q_dtype=point["weight_dtype"],
+        weight_dtype=point["weight_dtype"],
     )
     name = point["verify_backend"] if speculative else point["decode_backend"]
     if speculative and split_name(point["drafter"])[1] == "tree":

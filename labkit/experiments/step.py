@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
 from itertools import product
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from labkit.cost import attention_shape, kv_bytes_read
@@ -19,13 +18,11 @@ from labkit.device_state import monitor
 from labkit.errors import InputError, Unsupported, WrongResult
 from labkit.experiments import common
 from labkit.quality import Limits
-from labkit.shapes import MAX_Q_LEN, ModelShape
-from labkit.sweep import RunResult
+from labkit.shapes import MAX_Q_LEN, AttentionShape, ModelShape
 
 if TYPE_CHECKING:
     from labkit.kv_cache import PagedKVCache
     from labkit.models.decoder import Decoder
-    from labkit.models.static_forward import StaticForward
 
 PRESETS: dict[str, common.Axes] = {
     "cpu": {
@@ -120,9 +117,8 @@ def points(preset: str, **axes: Sequence[Any]) -> list[dict[str, Any]]:
     Raises InputError for an unknown preset, axis, backend, target, drafter or dtype, or a context of 0.
     """
     found: list[dict[str, Any]] = []
-    for index, changes in enumerate([{}, *_MORE_GRIDS.get(preset, [])]):
-        presets = {preset: PRESETS.get(preset, {}) | changes} if changes else PRESETS
-        found += _points_of_grid(common.axes_of(presets, preset, axes), prefix=f"{index}:" if changes else "")
+    for prefix, grid in common.grids(PRESETS, _MORE_GRIDS, preset, axes):
+        found += _points_of_grid(grid, prefix)
     return found
 
 
@@ -131,10 +127,7 @@ def _points_of_grid(grid: common.Axes, prefix: str) -> list[dict[str, Any]]:
     known = {"drafter": _DRAFTERS, "weight_dtype": _WEIGHT_DTYPES, "kv_dtype": _KV_DTYPES}
     for axis, names in (known | {"launch_mode": ("graph", "eager")}).items():
         common.check_names(axis, grid[axis], names)
-    if bad := [q_len for q_len in grid["q_len"] if q_len > MAX_Q_LEN]:
-        raise InputError(f"q_len: wanted 1 to {MAX_Q_LEN}, got {bad[0]}")
-    if 0 in grid["context_len"]:
-        raise InputError("context_len: wanted 1 or more, got 0")
+    common.check_lengths(grid)
     for target in grid["target"]:
         shape = common.target_shape(target)
         longest = max(grid["context_len"]) + max(grid["q_len"])
@@ -153,11 +146,7 @@ def _points_of_grid(grid: common.Axes, prefix: str) -> list[dict[str, Any]]:
     return found
 
 
-def run(
-    preset: str = "cpu", *, out_dir: Path | None = None, options: dict[str, Any] | None = None, **axes: Sequence[Any]
-) -> RunResult:
-    """Measure a preset with some axes replaced. ``options`` go to `labkit.sweep.run_sweep` (resume, budget, ...)."""
-    return common.sweep("step", points(preset, **axes), out_dir=out_dir, **(options or {}))
+run = common.runner("step", points)
 
 
 def shape_of(point: dict[str, Any]) -> ModelShape:
@@ -308,8 +297,7 @@ class _Forwards:
     def make(self, point: dict[str, Any]) -> Callable[[], object]:
         """A call that runs the forward; the cache's lengths stay as they are."""
         _check_attention(point, self.decoder.shape, self._device)
-        call = self._eager(point) if point["launch_mode"] == "eager" else self._captured(point)
-        return call
+        return self._eager(point) if point["launch_mode"] == "eager" else self._captured(point)
 
     def _eager(self, point: dict[str, Any]) -> Callable[[], object]:
         tokens, context_len = self._tokens[:, : point["q_len"]], point["context_len"]
@@ -327,7 +315,7 @@ class _Forwards:
 
         from labkit.models.static_forward import StaticForward
 
-        forward: StaticForward = StaticForward(
+        forward = StaticForward(
             self.decoder, self._cache, q_len=point["q_len"], backend=point["backend"], delta_state=self._states,
             pdl=torch.cuda.get_device_capability() >= (9, 0),
         )  # fmt: skip
@@ -352,23 +340,21 @@ class _Forwards:
 
 def _check_attention(point: dict[str, Any], shape: ModelShape, device: str) -> None:
     """The backend against the oracle at the shape about to be timed, one request; raises what is wrong."""
-    checked = (point["backend"], shape.num_qo_heads, shape.num_kv_heads, shape.head_dim, point["q_len"])
-    _check_once(*checked, point["context_len"], _activation_dtype(point), _kv_dtype(point), device)
+    _check_once(point["backend"], _call_shape(point, shape, batch_size=1), device)
+
+
+def _call_shape(point: dict[str, Any], model: ModelShape, batch_size: int) -> AttentionShape:
+    lengths = {"q_len": point["q_len"], "context_len": point["context_len"]}
+    dtypes = {"weight_dtype": point["weight_dtype"], "kv_dtype": _kv_dtype(point)}
+    return attention_shape(model, batch_size=batch_size, **lengths, **dtypes)
 
 
 @cache
-def _check_once(
-    backend: str, num_qo_heads: int, num_kv_heads: int, head_dim: int, q_len: int, context_len: int, q_dtype: str,
-    kv_dtype: str, device: str,
-) -> None:  # fmt: skip
+def _check_once(backend: str, shape: AttentionShape, device: str) -> None:
     import torch
 
     from labkit.attention.inputs import verify_backend
-    from labkit.shapes import AttentionShape
 
-    shape = AttentionShape(
-        1, q_len, context_len, num_qo_heads, num_kv_heads, head_dim, q_dtype=q_dtype, kv_dtype=kv_dtype
-    )
     order = "permuted" if device != "cpu" else "sequential"
     verify_backend(backend, shape, generator=torch.Generator(device).manual_seed(0), device=device, page_order=order)
 
@@ -378,11 +364,7 @@ def _facts(point: dict[str, Any], decoder: Decoder) -> dict[str, Any]:
     import torch
 
     shape, on_gpu = decoder.shape, decoder.device.type == "cuda"
-    call = attention_shape(
-        shape, batch_size=point["batch_size"], q_len=point["q_len"], context_len=point["context_len"],
-        weight_dtype=point["weight_dtype"], kv_dtype=_kv_dtype(point),
-    )  # fmt: skip
-    call = replace(call, shared_prefix_len=point["shared_prefix_len"])
+    call = replace(_call_shape(point, shape, point["batch_size"]), shared_prefix_len=point["shared_prefix_len"])
     return {
         "origin": "measured",
         "drafter": None if point["drafter"] == "none" else point["drafter"],
