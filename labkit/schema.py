@@ -19,6 +19,7 @@ ORIGIN_ALIASES = {"synthetic": "forced", "simulated": "forced"}
 
 TEXT, COUNT, REAL = pa.string(), pa.int64(), pa.float64()
 SERIES, HISTOGRAM, LIST = pa.list_(REAL), pa.list_(pa.list_(COUNT)), pa.list_(COUNT)
+LISTS = (SERIES, HISTOGRAM, LIST)
 _TYPES = {"text": TEXT, "count": COUNT, "real": REAL, "series": SERIES, "histogram": HISTOGRAM, "list": LIST}
 
 

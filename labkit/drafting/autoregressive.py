@@ -23,7 +23,6 @@ from labkit.speculation import Draft, Request, tree_rows
 
 if TYPE_CHECKING:
     from labkit.kv_cache import PagedKVCache
-    from labkit.models.target import ModelTarget
 
 
 _TREE_BACKEND = "sdpa_masked"
@@ -168,9 +167,7 @@ class AutoregressiveDrafter(HeadDrafter):
             masks, depths = tree_rows(parents)
             # Without the last token, which the cache holds: its bit, and its place in the depths.
             spec = AttentionSpec(tree=(masks[:, 1:] >> 1) & ((1 << tokens.shape[1]) - 1))
-            passed = self.head.step(
-                tokens, entered, cache, backend=_TREE_BACKEND, spec=spec, depths=depths[:, 1:] - 1
-            )
+            passed = self.head.step(tokens, entered, cache, backend=_TREE_BACKEND, spec=spec, depths=depths[:, 1:] - 1)
             cache.truncate(ends)
             outputs = passed[:, -width:]
             return self.head.logits(outputs).log_softmax(dim=-1)

@@ -32,10 +32,9 @@ class Head:
     def __init__(self, checkpoint: Checkpoint, prefixes: Sequence[str], *, qkv_width: int | None = None):
         target = checkpoint.target
         self.name, self.taps, self.target, self.shape = checkpoint.name, checkpoint.taps, target, checkpoint.shape
-        options = {"dtype": target.dtype, "device": target.device, "linear_backend": target.linear_backend}
-        self.layers = Layers(
-            self.shape, checkpoint, prefixes, rope_scaling=checkpoint.rope_scaling, qkv_width=qkv_width, **options
-        )
+        options: dict[str, Any] = {"rope_scaling": checkpoint.rope_scaling, "linear_backend": target.linear_backend}
+        options |= {"dtype": target.dtype, "device": target.device, "qkv_width": qkv_width}
+        self.layers = Layers(self.shape, checkpoint, prefixes, **options)
         ids = checkpoint.vocabulary()
         self.token_ids = None if ids is None else ids.to(target.device)
 
@@ -60,7 +59,7 @@ class HeadDrafter:
     tree : draft trees of depth k instead of chains, always by probability.
     """
 
-    _kind: ClassVar[Callable[[Checkpoint], Any]]
+    _kind: ClassVar[type[Any]]
     _backend: ClassVar[str] = "sdpa"
 
     def __init__(

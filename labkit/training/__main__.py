@@ -36,12 +36,13 @@ from labkit.training import data, heads
 from labkit.training.checkpoints import BLOCK_SIZE, LAYOUTS, head_config, head_shape, write_head
 from labkit.training.evaluate import evaluate
 
+_SETTINGS = ("num_prompts", "max_new_tokens", "max_prompt_len", "num_steps", "tokens_per_batch", "draft_vocab_size")
 PRESETS: dict[str, dict[str, Any]] = {
-    "full": {"num_prompts": 24_000, "max_new_tokens": 320, "max_prompt_len": 700, "num_steps": 6000},
-    "smoke": {"num_prompts": 12, "max_new_tokens": 24, "max_prompt_len": 160, "num_steps": 3},
+    "full": dict(zip(_SETTINGS, (24_000, 320, 700, 6000, 16_384, 8192), strict=True)),
+    "smoke": dict(zip(_SETTINGS, (12, 24, 160, 3, 1024, 2048), strict=True)),
 }
-PRESETS["full"] |= {"tokens_per_batch": 16_384, "draft_vocab_size": 8192, "limit": None, "eval_tokens": 256}
-PRESETS["smoke"] |= {"tokens_per_batch": 1024, "draft_vocab_size": 2048, "limit": 1, "eval_tokens": 12}
+PRESETS["full"] |= {"limit": None, "eval_tokens": 256}
+PRESETS["smoke"] |= {"limit": 1, "eval_tokens": 12}
 _DRAFT_STEPS, _STEP_WEIGHT, _BLOCK_DECAY = 5, 0.9, 4.0
 _SAMPLED_SHARE, _TEMPERATURE, _LEARNING_RATE = 0.3, 0.8, 2e-3
 _MAX_ROWS = 12_288  # of a batch that the loss of one draft step is taken over
@@ -63,17 +64,15 @@ class Head:
 
     @property
     def net(self) -> heads.AutoregressiveNet | heads.BlockNet:
-        kind = heads.AutoregressiveNet if self.layout == "autoregressive" else heads.BlockNet
-        return kind(self.parameters, self.shape)
+        return heads.NETS[self.layout](self.parameters, self.shape)
 
 
 class Trainer:
     """Both heads, the target, and the text."""
 
     def __init__(self, arguments: argparse.Namespace, decoder: Decoder, tokenizer: Tokenizer):
-        self.settings: dict[str, Any] = PRESETS[arguments.preset] | {
-            name: value for name, value in vars(arguments).items() if name in PRESETS["full"] and value is not None
-        }
+        given = {name: getattr(arguments, name) for name in _SETTINGS if getattr(arguments, name) is not None}
+        self.settings: dict[str, Any] = PRESETS[arguments.preset] | given
         self.out, self.seed, self.model = arguments.out, arguments.seed, model_identity(arguments.model)
         self.max_mb: float | None = arguments.max_mb
         self.decoder, self.tokenizer = decoder, tokenizer
@@ -97,31 +96,24 @@ class Trainer:
     def make_text(self) -> None:
         """Prompts, answers, and the draft vocabulary: the tokens that answers hold most often, and the stop tokens."""
         settings, stops = self.settings, self.tokenizer.stop_token_ids
-        prompts = data.make_prompts(
-            self.decoder,
-            self.tokenizer,
-            settings["num_prompts"],
-            seed=self.seed,
-            max_prompt_len=settings["max_prompt_len"],
-            backend=self.backend,
-        )
+        same: dict[str, Any] = {"seed": self.seed, "backend": self.backend}
+        count, longest = settings["num_prompts"], settings["max_prompt_len"]
+        prompts = data.make_prompts(self.decoder, self.tokenizer, count, max_prompt_len=longest, **same)
         self.say(f"{len(prompts)} prompts, {sum(map(len, prompts))} tokens")
         answers = data.generate(
             self.decoder,
             prompts,
             max_new_tokens=settings["max_new_tokens"],
             stop_token_ids=stops,
-            backend=self.backend,
-            seed=self.seed,
             sampled_share=_SAMPLED_SHARE,
             temperature=_TEMPERATURE,
             deadline=self.start + _GENERATION_SHARE * self.budget_s,
+            **same,
         )
         self.answers = data.usable(answers)
         if not self.answers:
-            raise InputError(
-                f"--num-prompts: none of {len(answers)} answers has 16 tokens and varies; wanted more prompts"
-            )
+            found = f"none of {len(answers)} answers has 16 tokens and varies"
+            raise InputError(f"--num-prompts: {found}; wanted more prompts")
         tokens = torch.tensor([token for answer in self.answers for token in answer.output_ids])
         counts = torch.bincount(tokens, minlength=self.decoder.shape.vocab_size)
         counts[list(stops)] = counts.max() + 1
@@ -151,8 +143,7 @@ class Trainer:
         for layout in LAYOUTS:
             generator = torch.Generator().manual_seed(self.seed)
             shape = head_shape(target, layout, len(self.taps), size, self.max_mb)
-            init = heads.init_autoregressive if layout == "autoregressive" else heads.init_block
-            initial = init(shape, len(self.taps), self.decoder.final_norm_weight.cpu(), generator)
+            initial = heads.INIT[layout](shape, len(self.taps), self.decoder.final_norm_weight.cpu(), generator)
             parameters = {name: value.to(self.device).requires_grad_() for name, value in initial.items()}
             optimizer = torch.optim.AdamW(parameters.values(), lr=_LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.01)
             self.heads.append(Head(layout, shape, parameters, optimizer))
@@ -182,9 +173,8 @@ class Trainer:
         lens = torch.tensor([len(text) for text in texts], device=self.device)
         window = max(max(len(answer.output_ids) for answer in answers) - 1, BLOCK_SIZE)
         hidden, taps = self.decoder.shape.hidden_size, (*self.taps, self.decoder.shape.num_layers)
-        out = torch.empty(
-            len(texts), width, len(taps) * hidden, dtype=self.decoder.activation_dtype, device=self.device
-        )
+        size = (len(texts), width, len(taps) * hidden)
+        out = torch.empty(size, dtype=self.decoder.activation_dtype, device=self.device)
         cache = self.decoder.new_cache(len(texts), width)
         self.decoder.forward(token_ids, cache, backend="sdpa", logits="last", taps=Taps(taps, out))
         embedded = self.decoder.embed(token_ids).clone()
@@ -261,9 +251,8 @@ class Trainer:
             step, answers = step + 1, next(source)
             batch = self.batch(answers)
             done = max(step / num_steps, (self.elapsed() - begin) / (end - begin))
-            rate = (
-                _LEARNING_RATE * min(1.0, step / 100) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(done, 1.0))))
-            )
+            falling = 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+            rate = _LEARNING_RATE * min(1.0, step / 100) * falling
             for head in self.heads:
                 with autocast:
                     loss, right = self.loss(head, batch)
@@ -290,18 +279,10 @@ class Trainer:
         if not final:
             limit, tokens = min(6, limit or 6), min(96, tokens)
         folders = {head.layout: self.folder(head) for head in self.heads}
-        found = evaluate(
-            self.decoder, self.tokenizer, folders, limit=limit, max_new_tokens=tokens, backend=self.backend
-        )
-        self.curve.append(
-            {
-                "step": step,
-                "num_trained_tokens": self.num_tokens,
-                "prompts_per_workload": limit or "all",
-                "max_new_tokens": tokens,
-                "held_out": found,
-            }
-        )
+        options = {"max_new_tokens": tokens, "backend": self.backend}
+        found = evaluate(self.decoder, self.tokenizer, folders, limit=limit, **options)
+        stage = {"step": step, "num_trained_tokens": self.num_tokens, "prompts_per_workload": limit or "all"}
+        self.curve.append(stage | {"max_new_tokens": tokens, "held_out": found})
         self._write(step)
         for name, groups in found.items():
             shown = {key: value["mean_acceptance_length"] for key, value in groups.items() if isinstance(value, dict)}
@@ -316,9 +297,8 @@ class Trainer:
         for head in self.heads:
             facts = {"draft_vocab_size": len(self.vocabulary), "mask_token_id": self.mask_token_id}
             config = head_config(head.shape, head.layout, target, self.taps, **facts)
-            write_head(
-                self.folder(head), head.parameters, config, self.vocabulary, self._card(head, step), self.state_sizes
-            )
+            what = (head.parameters, config, self.vocabulary, self._card(head, step), self.state_sizes)
+            write_head(self.folder(head), *what)
 
     def _card(self, head: Head, step: int) -> dict[str, Any]:
         return {
@@ -359,14 +339,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--backend", help="attention of generation and trials (default triton_split on a GPU)")
     parser.add_argument("--dtype", default=None, help="of the target (default bfloat16 on a GPU, else float32)")
-    for name in (
-        "num_prompts",
-        "max_new_tokens",
-        "max_prompt_len",
-        "num_steps",
-        "tokens_per_batch",
-        "draft_vocab_size",
-    ):
+    for name in _SETTINGS:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help="in place of the preset's")
     arguments = parser.parse_args(argv)
     try:
