@@ -132,6 +132,11 @@ class Limits:
         self.widest: float = point["max_interval_percent"] / 100
         self._noise_floor_us: float | None = point.get("noise_floor_us")
 
+    @property
+    def of_rounds(self) -> dict[str, Any]:
+        """As `labkit.timing.sample_rounds` takes them."""
+        return {"num_rounds": self.num_rounds, "max_rounds": self.max_rounds, "widest": self.widest}
+
     def rounds(self, arms: Sequence[Sequence[Mapping[str, Any]]], time: str, alike: Sequence[str]) -> Iterator[int]:
         """Indices of the rounds to run; the rows of the ``arms`` grow meanwhile and are looked at after each lot."""
         return round_indices(self.num_rounds, self.max_rounds, lambda: any(self._is_wide(a, time, alike) for a in arms))

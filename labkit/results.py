@@ -114,15 +114,15 @@ def write_run(path: Path, tables: Iterable[pa.Table], sidecar: dict[str, Any]) -
     Raises InputError: the files cannot be written (full disk, read-only folder).
     """
     identity = {"schema_version": SCHEMA_VERSION, **{n: sidecar[n] for n in ("run_id", "experiment", "gpu")}}
-    schema = arrow_schema(sidecar["experiment"]).with_metadata({"labkit": json.dumps(identity)})
+    arrow = arrow_schema(sidecar["experiment"]).with_metadata({"labkit": json.dumps(identity)})
     path.parent.mkdir(parents=True, exist_ok=True)
     num_rows = 0
 
     def write_rows(file: IO[bytes]) -> None:
         nonlocal num_rows
-        with pq.ParquetWriter(file, schema, compression="zstd") as writer:
+        with pq.ParquetWriter(file, arrow, compression="zstd") as writer:
             for table in tables:
-                writer.write_table(table.replace_schema_metadata(schema.metadata))
+                writer.write_table(table.replace_schema_metadata(arrow.metadata))
                 num_rows += table.num_rows
 
     _replace(path, write_rows)

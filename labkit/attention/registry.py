@@ -39,9 +39,8 @@ _BACKENDS: dict[str, str | Backend] = {
     name: f"labkit.attention.{module}"
     for module, names in {
         "reference": "reference",
-        "backend_sdpa": "sdpa",
+        "backend_sdpa": "sdpa per_token",
         "backend_sdpa_masked": "sdpa_masked",
-        "backend_per_token": "per_token",
         "backend_triton_split": "triton_split triton_overlapped",
         "backend_triton_ladder": "triton_nosplit triton_ladder_split triton_ladder_packed triton_ladder_staged "
         "triton_per_token triton_decode8 triton_segmented_2d triton_segmented_3d",

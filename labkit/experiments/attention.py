@@ -231,11 +231,8 @@ def measure(cell: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception
         for name, kernels in launched_kernels(calls).items():
             facts[name] |= _launched(facts[name], kernels)
     limits = Limits(first)
-    samples = sample_rounds(
-        calls, num_rounds=limits.num_rounds, max_rounds=limits.max_rounds, widest=limits.widest,
-        monitor=monitor(device), device=device, l2=first["l2_state"], graph=first["launch_mode"] == "graph",
-        seed=first["seed"],
-    )  # fmt: skip
+    how = {"monitor": monitor(device), "device": device, "seed": first["seed"], "l2": first["l2_state"]}
+    samples = sample_rounds(calls, graph=first["launch_mode"] == "graph", **how, **limits.of_rounds)
     for name in calls:
         rows = _rows([sample for sample in samples if sample["name"] == name], shape, facts[name])
         limits.mark(rows, "attention_ms")

@@ -209,10 +209,8 @@ def measure(cell: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception
         for name, parts in anatomy(calls).items():
             facts[name] |= parts
     limits = Limits(first)
-    timed = sample_rounds(
-        calls, num_rounds=limits.num_rounds, max_rounds=limits.max_rounds, widest=limits.widest,
-        monitor=monitor(device), device=device, l2="warm", seed=first["seed"],
-    )  # fmt: skip
+    how = {"monitor": monitor(device), "device": device, "seed": first["seed"]}
+    timed = sample_rounds(calls, l2="warm", **how, **limits.of_rounds)
     for name, call in calls.items():
         fact = facts[name] | _energy(call, first["energy_s"], device)
         own = [sample for sample in timed if sample["name"] == name]
