@@ -136,12 +136,7 @@ def shape_of(q: Tensor, cache: PagedKVCache, spec: AttentionSpec = DEFAULT_SPEC)
 
 
 def prepare(
-    q: Tensor,
-    cache: PagedKVCache,
-    *,
-    backend: str,
-    spec: AttentionSpec = DEFAULT_SPEC,
-    out: Tensor | None = None,
+    q: Tensor, cache: PagedKVCache, *, backend: str, spec: AttentionSpec = DEFAULT_SPEC, out: Tensor | None = None
 ) -> PreparedAttention:
     """Check the call, look the backend up and build its metadata once; nothing here is timed.
 

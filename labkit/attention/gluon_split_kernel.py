@@ -27,11 +27,7 @@ _sync_warps = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 
 @gluon.jit
 def _make_ring(
-    STAGES: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    dtype: gl.constexpr,
-    READERS: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, dtype: gl.constexpr, READERS: gl.constexpr
 ):
     """Tiles of keys ``[STAGES, BLOCK_N, HEAD_DIM]``, and for each stage a barrier for full and one for empty."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)

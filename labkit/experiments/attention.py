@@ -63,46 +63,20 @@ PRESETS["full"] = PRESETS["gpu"] | {
     "q_len": [1, 8, 4, 16],
     "batch_size": [1, 4, 16],
 }
+_ONE_REQUEST: common.Axes = {"batch_size": [1], "q_len": [8, 1]}
+_OVER_CONTEXT = _ONE_REQUEST | {"model": ["64/8/128", "24/4/256"], "context_len": _CONTEXTS}
+_EVERY_PATH = [*_LIBRARIES, *_LADDER, *_ENGINES, "flashinfer_auto", "fa3_nosplit", "per_token"]
+_SDPA = ["triton_split", "sdpa", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "sdpa_math"]
+_SHORT: common.Axes = {"model": ["32/8/128"], "context_len": [200, 500, 1000, 2000]}
 _MORE_GRIDS: dict[str, list[common.Axes]] = {
     "full": [
-        {
-            "backend": [*_LIBRARIES, *_LADDER, *_ENGINES, "flashinfer_auto", "fa3_nosplit", "per_token"],
-            "model": ["64/8/128", "24/4/256"],
-            "context_len": _CONTEXTS,
-            "q_len": [8, 1],
-            "batch_size": [1],
-        },
-        {
-            "backend": _LIBRARIES,
-            "kv_dtype": ["float8_e4m3fn"],
-            "model": ["64/8/128", "24/4/256"],
-            "context_len": _CONTEXTS,
-            "q_len": [8, 1],
-            "batch_size": [1],
-        },
+        _OVER_CONTEXT | {"backend": _EVERY_PATH},
+        _OVER_CONTEXT | {"backend": _LIBRARIES, "kv_dtype": ["float8_e4m3fn"]},
         {"backend": _LIBRARIES, "context_len": _CONTEXTS, "q_len": [2, 32, 4, 16], "batch_size": [1]},
-        {
-            "backend": [*_LIBRARIES, "triton_nosplit", "triton_decode8"],
-            "model": ["32/8/128"],
-            "context_len": [200, 500, 1000, 2000],
-            "q_len": [8, 1],
-            "batch_size": [1],
-        },
-        {
-            "backend": _LIBRARIES,
-            "page_size": [64, 1],
-            "model": ["64/8/128"],
-            "q_len": [8, 1],
-            "batch_size": [1],
-        },
-        {
-            "backend": ["triton_split", "sdpa", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "sdpa_math"],
-            "page_order": ["sequential"],
-            "model": ["64/8/128"],
-            "context_len": [16384, 131072, 1024],
-            "q_len": [8, 1],
-            "batch_size": [1],
-        },
+        _ONE_REQUEST | _SHORT | {"backend": [*_LIBRARIES, "triton_nosplit", "triton_decode8"]},
+        _ONE_REQUEST | {"backend": _LIBRARIES, "page_size": [64, 1], "model": ["64/8/128"]},
+        _ONE_REQUEST
+        | {"backend": _SDPA, "page_order": ["sequential"], "model": ["64/8/128"], "context_len": [16384, 131072, 1024]},
     ]
 }
 PRESETS["ci"] = PRESETS["cpu"] | {"context_len": [512, 1024], "q_len": [1, 3], "num_rounds": [3], "max_repeats": [1]}

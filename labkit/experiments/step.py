@@ -58,24 +58,15 @@ PRESETS["full"] = PRESETS["gpu"] | {
     "drafter": ["none", "one layer"],
     "context_len": _CONTEXTS,
 }
+_THREE = ["triton_split", "fa3", "triton_nosplit"]
 _LLAMA: common.Axes = {"target": ["random:llama-3-8b"], "drafter": ["none"]}
 _MORE_GRIDS: dict[str, list[common.Axes]] = {
     "full": [
         _LLAMA | {"context_len": _CONTEXTS[:3], "q_len": [1, 2, 4, 6, 8, 12, 16]},
         _LLAMA | {"context_len": [65536, 16384, 1024, 8192, 4096], "q_len": [1, 4, 8, 16]},
         {"kv_dtype": ["float8_e4m3fn"], "backend": ["triton_split", "flashinfer_fa2"], "drafter": ["none"]},
-        _LLAMA
-        | {
-            "context_len": [16384, 2048, 65536],
-            "batch_size": [4, 16],
-            "backend": ["triton_split", "fa3", "triton_nosplit"],
-        },
-        {
-            "target": ["random:qwen3-32b"],
-            "drafter": ["none"],
-            "context_len": [131072, 2048, 16384],
-            "backend": ["triton_split", "fa3", "triton_nosplit"],
-        },
+        _LLAMA | {"context_len": [16384, 2048, 65536], "batch_size": [4, 16], "backend": _THREE},
+        _LLAMA | {"target": ["random:qwen3-32b"], "context_len": [131072, 2048, 16384], "backend": _THREE},
         _LLAMA | {"backend": ["triton_split"], "context_len": [2048, 131072], "q_len": [1, 8], "energy_s": [2]},
         _LLAMA
         | {
