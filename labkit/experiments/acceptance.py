@@ -184,13 +184,9 @@ def draft_with(point: dict[str, Any], target: ModelTarget) -> Drafter:
     from labkit.drafting.named import make_drafter
 
     generator = torch.Generator(common.device()).manual_seed(point["seed"] + 1)
-    return make_drafter(
-        point["drafter"],
-        common.draft_folder(point, point["drafter"]),
-        target,
-        temperature=point.get("temperature", 0.0),
-        generator=generator,
-    )
+    folder = common.draft_folder(point, point["drafter"])
+    options = {"temperature": point.get("temperature", 0.0), "generator": generator}
+    return make_drafter(point["drafter"], folder, target, **options)
 
 
 def prompt_tokens(point: dict[str, Any]) -> tuple[list[int], str]:
@@ -238,15 +234,10 @@ def _kept_targets(target: str, dtype: str, backend: str, workload: str) -> dict[
 def _generate(point: dict[str, Any], target: ModelTarget, prompts: list[list[int]]) -> list[Generation]:
     from labkit.speculation import speculate
 
-    return speculate(
-        target,
-        draft_with(point, target),
-        prompts,
-        num_speculative_tokens=point["num_speculative_tokens"],
-        max_new_tokens=point["max_new_tokens"],
-        accept=_rule(point),
-        stop_token_ids=common.tokenizer(common.model_source(point)).stop_token_ids,
-    )
+    stops = common.tokenizer(common.model_source(point)).stop_token_ids
+    limits = {name: point[name] for name in ("num_speculative_tokens", "max_new_tokens")}
+    options = limits | {"accept": _rule(point), "stop_token_ids": stops}
+    return speculate(target, draft_with(point, target), prompts, **options)
 
 
 def _rule(point: dict[str, Any]) -> AcceptRule:

@@ -86,6 +86,7 @@ _CELL = (
     *("model", "batch_size", "page_size", "page_order", "q_dtype", "kv_dtype", "mask", "window", "shared_prefix_len"),
     *("l2_state", "launch_mode", "context_len", "q_len"),
 )
+_SHAPE = ("batch_size", "q_len", "context_len", "page_size", "q_dtype", "mask", "shared_prefix_len")  # of the cell
 _NAMES = {
     "l2_state": ("cold", "warm"),
     "launch_mode": ("eager", "graph"),
@@ -150,18 +151,12 @@ def shape_of(point: dict[str, Any]) -> AttentionShape:
     """The attention shape of a point: the model's heads at the point's lengths."""
     num_qo_heads, num_kv_heads, head_dim = heads_of(point["model"])
     return AttentionShape(
-        batch_size=point["batch_size"],
-        q_len=point["q_len"],
-        context_len=point["context_len"],
+        **{name: point[name] for name in _SHAPE},
         num_qo_heads=num_qo_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        page_size=point["page_size"],
-        q_dtype=point["q_dtype"],
         kv_dtype=None if point["kv_dtype"] == "as q" else point["kv_dtype"],
-        mask=point["mask"],
         window=point["window"] or None,
-        shared_prefix_len=point["shared_prefix_len"],
     )
 
 
@@ -244,25 +239,17 @@ def _facts(shape: AttentionShape, call: Any, error: float, plan_ms: float) -> di
     """What is the same in every sample of a backend: the shape, what really runs, how exact it was."""
     from labkit.attention.api import backend_digest
 
-    info = call.info
-    return {
+    info, known = call.info, ("num_programs", "num_splits", "kv_passes", "workspace_bytes")
+    stored = ("context_len_max", "num_qo_heads", "num_kv_heads", "head_dim", "kv_dtype", "window")
+    facts = {name: getattr(shape, name) for name in stored} | {name: info.get(name) for name in known}
+    return facts | {
         "backend_digest": backend_digest(call.backend),
         "resolved_kernel": info["resolved_kernel"],
         "phase": "decode" if shape.q_len == 1 else "verify",
-        "context_len_max": shape.context_len_max,
-        "num_qo_heads": shape.num_qo_heads,
-        "num_kv_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "kv_dtype": shape.kv_dtype,
         "mask": shape.mask if shape.window is None else "window",
-        "window": shape.window,
         "shared_prefix_len": shape.shared_prefix_len or None,
         "plan_ms": plan_ms,
         "kv_bytes_read": kv_bytes_read(shape),
-        "num_programs": info["num_programs"],
-        "num_splits": info["num_splits"],
-        "kv_passes": info["kv_passes"],
-        "workspace_bytes": info.get("workspace_bytes"),
         "error": error,
         "verified_at": utc_now(),
     }

@@ -258,15 +258,8 @@ def auto_preset() -> str:
 
 # Modules whose code decides what a number means: an edit starts a new run instead of mixing with the old.
 _MEASURING = (
-    "speculation.py",
-    "timing.py",
-    "quality.py",
-    "device_state.py",
-    "kv_cache.py",
-    "models",
-    "drafting",
-    "workloads.py",
-    "filler.py",
+    *("speculation.py", "timing.py", "quality.py", "device_state.py", "kv_cache.py", "models", "drafting"),
+    *("workloads.py", "filler.py"),
 )
 
 
