@@ -61,8 +61,8 @@ def run_from_arguments(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         return _show_plan(arguments, points, module)
     with _executor(arguments) as executor:
-        options: dict[str, Any] = {"executor": executor, "timeout_s": timeout_s, "budget_s": budget_s, "seed": arguments.seed}
-        options |= {"backend_file": arguments.backend_file, "resume": not arguments.no_resume}
+        options: dict[str, Any] = {"executor": executor, "timeout_s": timeout_s, "budget_s": budget_s}
+        options |= {"seed": arguments.seed, "resume": not arguments.no_resume, "backend_file": arguments.backend_file}
         result = common.sweep(arguments.experiment, points, out_dir=arguments.out, **options)
     return _show_result(arguments, result)
 
