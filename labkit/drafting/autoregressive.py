@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from labkit.accept import tree_rows
 from labkit.attention.api import AttentionSpec
 from labkit.drafting.checkpoint import Checkpoint
 from labkit.drafting.head import Head, HeadDrafter
 from labkit.drafting.tree import TreeShape, grow_tree
 from labkit.errors import InputError
 from labkit.shapes import MAX_Q_LEN
-from labkit.speculation import Draft, Request, tree_rows
+from labkit.speculation import Draft, Request
 
 if TYPE_CHECKING:
     from labkit.kv_cache import PagedKVCache

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from labkit.accept import sampling_probs
 from labkit.drafting.checkpoint import Checkpoint, read_checkpoint
 from labkit.models.layers import Layers
-from labkit.speculation import Request, sampling_probs
+from labkit.speculation import Request
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,8 +13,9 @@ from labkit.experiments import common
 from labkit.sweep import RunResult
 
 if TYPE_CHECKING:
+    from labkit.accept import AcceptRule
     from labkit.models.target import ModelTarget
-    from labkit.speculation import AcceptRule, Drafter, Generation, Step
+    from labkit.speculation import Drafter, Generation, Step
 
 # context_len 0 = the prompt as it is; else it stands at the end of a context of that many tokens.
 PRESETS: dict[str, common.Axes] = {
@@ -245,7 +246,7 @@ def _rule(point: dict[str, Any]) -> AcceptRule:
 
     import torch
 
-    from labkit.speculation import accept_greedy, accept_sampling
+    from labkit.accept import accept_greedy, accept_sampling
 
     if point["temperature"] == 0:
         return accept_greedy

@@ -258,7 +258,7 @@ def auto_preset() -> str:
 
 # Modules whose code decides what a number means: an edit starts a new run instead of mixing with the old.
 _MEASURING = (
-    *("speculation.py", "timing.py", "quality.py", "device_state.py", "kv_cache.py", "models", "drafting"),
+    *("accept.py", "speculation.py", "timing.py", "quality.py", "device_state.py", "kv_cache.py", "models", "drafting"),
     *("workloads.py", "filler.py"),
 )
 
@@ -300,9 +300,14 @@ def sweep(
         calibrate=True,
         reuse=experiment == "attention",  # the other experiments' arms are only worth something interleaved
         backend_digest=_backend_digest,
-        code_digest=code_digest([*_MEASURING, f"experiments/{experiment}.py"]),
+        code_digest=code_digest([*_MEASURING, *_own_files(experiment)]),
         **options,
     )
+
+
+def _own_files(experiment: str) -> list[str]:
+    """``experiments/step.py`` and those whose names begin so, as `code_digest` takes them."""
+    return [f"experiments/{file.name}" for file in sorted(Path(__file__).parent.glob(f"{experiment}*.py"))]
 
 
 def runner(experiment: str, points: Callable[..., list[dict[str, Any]]]) -> Callable[..., RunResult]:

@@ -246,8 +246,9 @@ def _check_attention(point: dict[str, Any]) -> None:
 
 def _rows(arm: _Arm, target: ModelTarget, prompts: list[list[int]], round_index: int) -> list[dict[str, Any]]:
     """One turn of an arm: a short run of the loop, its steps as rows."""
+    from labkit.accept import accept_forced, accept_greedy
     from labkit.drafting.forced import ForcedDrafter
-    from labkit.speculation import accept_forced, accept_greedy, speculate
+    from labkit.speculation import speculate
 
     point, real = arm.point, arm.point["acceptance"] == "real"
     target.verify_backend = point.get("verify_backend") or target.verify_backend

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from labkit.accept import sampling_probs
 from labkit.filler import filler_text
 from labkit.paths import REFERENCE
-from labkit.speculation import sampling_probs
 from labkit.workloads import SEPARATOR
 
 if TYPE_CHECKING:
