@@ -17,7 +17,7 @@ from labkit import workloads
 from labkit.cost import attention_shape
 from labkit.device_state import monitor
 from labkit.errors import InputError, Unsupported
-from labkit.experiments import common
+from labkit.experiments import common, places
 from labkit.experiments.acceptance import draft_with, prompt_tokens
 from labkit.quality import Limits
 from labkit.shapes import model_shape
@@ -195,7 +195,7 @@ def _runs(index: int, point: dict[str, Any], target: ModelTarget) -> list[_Arm]:
 
 
 def _decoder(point: dict[str, Any]) -> Decoder:
-    return common.decoder(common.model_source(point), point["weight_dtype"], common.device())
+    return common.decoder(places.model_source(point), point["weight_dtype"], common.device())
 
 
 def _target(point: dict[str, Any], prompt_ids: list[int]) -> ModelTarget:
@@ -207,7 +207,7 @@ def _target(point: dict[str, Any], prompt_ids: list[int]) -> ModelTarget:
     new_tokens = point["max_new_tokens"] if point["acceptance"] == "real" else point["steps_per_round"] + 2
     room = min(len(prompt_ids) + new_tokens + 24, decoder.shape.max_context_len)
     options: dict[str, Any] = {"batch_size": point["batch_size"], "max_context_len": room, "verify_backend": "sdpa"}
-    options["taps"] = common.taps(point, decoder)
+    options["taps"] = places.taps(point, decoder)
     if point["acceptance"] == "real":
         return ModelTarget(decoder, **options)
     generator = torch.Generator(common.device()).manual_seed(point["seed"])
@@ -265,7 +265,7 @@ def _rows(arm: _Arm, target: ModelTarget, prompts: list[list[int]], round_index:
         max_steps=None if real else num_steps,
         accept=accept_forced if isinstance(arm.drafter, ForcedDrafter) else accept_greedy,
         clock=_clock(),
-        stop_token_ids=common.tokenizer(common.model_source(point)).stop_token_ids if real else (),
+        stop_token_ids=common.tokenizer(places.model_source(point)).stop_token_ids if real else (),
     )
     return [
         _step_row(arm, generations, position, round_index) | {"draft_prefill_ms": started.start_ms if started else None}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from labkit.cost import attention_shape
 from labkit.errors import WrongResult
-from labkit.experiments import common
+from labkit.experiments import common, places
 from labkit.shapes import MAX_Q_LEN, AttentionShape, ModelShape
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def check_memory(points: list[dict[str, Any]], device: str) -> None:
 
 
 def _model_key(point: dict[str, Any]) -> tuple[str, str]:
-    return common.model_source(point), point["weight_dtype"]
+    return places.model_source(point), point["weight_dtype"]
 
 
 @lru_cache(maxsize=1)
@@ -82,7 +82,7 @@ def _decoder(point: dict[str, Any], device: str) -> Decoder:
     if point["drafter"] not in held:
         from labkit.models.weights import load_model
 
-        source: Any = shape_of(point) if common.is_random(point["target"]) else common.model_source(point)
+        source: Any = shape_of(point) if common.is_random(point["target"]) else places.model_source(point)
         options = {"linear_backend": "torch.linear"} if point["launch_mode"] == "graph" else {}
         held[point["drafter"]] = load_model(
             source, dtype=_activation_dtype(point), device=device, seed=point["seed"],
