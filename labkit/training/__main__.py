@@ -35,6 +35,7 @@ from labkit.shapes import ModelShape
 from labkit.training import data, heads
 from labkit.training.checkpoints import BLOCK_SIZE, LAYOUTS, head_config, head_shape, write_head
 from labkit.training.evaluate import evaluate
+from labkit.training.losses import DRAFT_STEPS, Losses
 
 _SETTINGS = ("num_prompts", "max_new_tokens", "max_prompt_len", "num_steps", "tokens_per_batch", "draft_vocab_size")
 PRESETS: dict[str, dict[str, Any]] = {
@@ -43,9 +44,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 PRESETS["full"] |= {"limit": None, "eval_tokens": 256}
 PRESETS["smoke"] |= {"limit": 1, "eval_tokens": 12}
-_DRAFT_STEPS, _STEP_WEIGHT, _BLOCK_DECAY = 5, 0.9, 4.0
 _SAMPLED_SHARE, _TEMPERATURE, _LEARNING_RATE = 0.3, 0.8, 2e-3
-_MAX_ROWS = 12_288  # of a batch that the loss of one draft step is taken over
 _STAGES = (0.25, 0.5, 1.0)  # shares of the training after which heads are written and tried
 _GENERATION_SHARE = 0.35  # of the budget, at most
 _FINAL_RESERVE_S = 45.0  # of the budget, for the last stage's trial
@@ -63,7 +62,7 @@ class Head:
     accuracy: list[list[float]] = field(default_factory=list)
 
     @property
-    def net(self) -> heads.AutoregressiveNet | heads.BlockNet:
+    def net(self) -> heads.Net:
         return heads.NETS[self.layout](self.parameters, self.shape)
 
 
@@ -136,9 +135,11 @@ class Trainer:
         target, size = self.decoder.shape, len(self.vocabulary)
         vocabulary = self.vocabulary.to(self.device)
         self.head_rows = self.decoder.head_weight[vocabulary].clone()
-        self.in_vocabulary = torch.zeros(target.vocab_size, dtype=torch.bool, device=self.device)
-        self.in_vocabulary[vocabulary] = True
+        in_vocabulary = torch.zeros(target.vocab_size, dtype=torch.bool, device=self.device)
+        in_vocabulary[vocabulary] = True
         self.mask_token_id = self.tokenizer.stop_token_ids[-1]
+        mask_embedding = self.decoder.embed(torch.tensor(self.mask_token_id, device=self.device)).clone()
+        self.losses = Losses(self.head_rows, in_vocabulary, mask_embedding, self.rng)
         self.heads = []
         for layout in LAYOUTS:
             generator = torch.Generator().manual_seed(self.seed)
@@ -188,57 +189,6 @@ class Trainer:
         states = (states.float() / self.state_sizes).to(final.dtype)
         return heads.Batch(token_ids, first, lens, embedded, states, teacher.to(final.dtype))
 
-    def loss(self, head: Head, batch: heads.Batch) -> tuple[Tensor, list[Tensor]]:
-        """The training loss, and the share of positions at which the head's best token is the target's, by step."""
-        if head.layout == "autoregressive":
-            return self._autoregressive_loss(head.net, batch)  # type: ignore[arg-type]
-        return self._block_loss(head.net, batch)  # type: ignore[arg-type]
-
-    def _predictable(self, batch: heads.Batch, places: Tensor) -> Tensor:
-        """Whether a token at these positions exists and is in the draft vocabulary, float32."""
-        tokens = batch.token_ids.gather(1, places.flatten(1).clamp(max=batch.token_ids.shape[1] - 1)).view(places.shape)
-        lens = batch.lens.view(-1, *[1] * (places.dim() - 1))
-        return ((places < lens) & self.in_vocabulary[tokens]).float()
-
-    def _rows(self, states: Tensor, teacher: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Loss over the rows that count, at most `_MAX_ROWS` of them, and whether the best token is the target's."""
-        rows = weight.flatten().nonzero()[:, 0]
-        if len(rows) > _MAX_ROWS:
-            rows = rows[:: -(-len(rows) // _MAX_ROWS)]
-        taught = teacher.flatten(0, -2)[rows]
-        logits = F.linear(states.flatten(0, -2)[rows], self.head_rows)
-        kept = weight.flatten()[rows]
-        return heads.soft_cross_entropy(logits, taught, kept), logits.detach().argmax(dim=-1) == taught.argmax(dim=-1)
-
-    def _autoregressive_loss(self, net: heads.AutoregressiveNet, batch: heads.Batch) -> tuple[Tensor, list[Tensor]]:
-        predictable = self._predictable(batch, batch.window + 2)
-        total, right = torch.zeros((), device=self.device), []
-        for step, states in enumerate(net.states(batch, _DRAFT_STEPS)):
-            weight = F.pad(predictable[:, step:], (step, 0))  # the first entries have no draft so long behind them
-            loss, agrees = self._rows(net.norm("norm", states), batch.teacher, weight)
-            total = total + _STEP_WEIGHT**step * loss
-            right.append(agrees.float().mean())
-        return total / sum(_STEP_WEIGHT**step for step in range(_DRAFT_STEPS)), right
-
-    def _block_loss(self, net: heads.BlockNet, batch: heads.Batch) -> tuple[Tensor, list[Tensor]]:
-        window = batch.teacher.shape[1]
-        num_blocks = max(1, window // 6)
-        # Anchors are drawn on the host: the same on every device.
-        shares = torch.tensor([[self.rng.random() for _ in range(num_blocks)] for _ in range(len(batch.first))])
-        places = (shares.to(self.device) * (batch.lens - batch.first - 2)[:, None].clamp(min=1)).long()
-        anchors = batch.first[:, None] + 1 + places
-        mask_embedding = self.decoder.embed(torch.tensor(self.mask_token_id, device=self.device)).clone()
-        states = net.states(batch, anchors, mask_embedding, BLOCK_SIZE)
-        rows = torch.arange(len(anchors), device=self.device)[:, None]
-        total, norm, right = torch.zeros((), device=self.device), 0.0, []
-        for step in range(1, BLOCK_SIZE):
-            teacher = batch.teacher[rows, (places + step - 1).clamp(max=window - 1)]
-            decay = math.exp(-(step - 1) / _BLOCK_DECAY)
-            loss, agrees = self._rows(states[:, :, step - 1], teacher, self._predictable(batch, anchors + step))
-            total, norm = total + decay * loss, norm + decay
-            right.append(agrees.float().mean())
-        return total / norm, right
-
     def train(self) -> None:
         """All steps, or as many as the budget allows; the learning rate falls with whichever is nearer its end."""
         num_steps, source, stages = self.settings["num_steps"], self.batches(), list(_STAGES)
@@ -255,7 +205,7 @@ class Trainer:
             rate = _LEARNING_RATE * min(1.0, step / 100) * falling
             for head in self.heads:
                 with autocast:
-                    loss, right = self.loss(head, batch)
+                    loss, right = self.losses(head.net, batch)
                 head.optimizer.param_groups[0]["lr"] = rate
                 head.optimizer.zero_grad(set_to_none=True)
                 loss.backward()
@@ -306,7 +256,7 @@ class Trainer:
             "layout": head.layout,
             "num_parameters": sum(value.numel() for value in head.parameters.values()),
             "seed": self.seed,
-            "settings": self.settings | {"learning_rate": _LEARNING_RATE, "draft_steps": _DRAFT_STEPS},
+            "settings": self.settings | {"learning_rate": _LEARNING_RATE, "draft_steps": DRAFT_STEPS},
             "data": self.facts
             | {
                 "prompts": "standard library and its reference text, templates, messages written by the target; "

@@ -228,6 +228,7 @@ def soft_cross_entropy(logits: Tensor, teacher: Tensor, weight: Tensor) -> Tenso
     return (losses * weight).sum() / weight.sum().clamp(min=1.0)
 
 
+Net = AutoregressiveNet | BlockNet
 # By layout: seeded parameters, and the forward pass over them.
 INIT = {"autoregressive": init_autoregressive, "block": init_block}
-NETS: dict[str, type[AutoregressiveNet] | type[BlockNet]] = {"autoregressive": AutoregressiveNet, "block": BlockNet}
+NETS: dict[str, type[Net]] = {"autoregressive": AutoregressiveNet, "block": BlockNet}
