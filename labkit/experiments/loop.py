@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from labkit.models.decoder import Decoder
     from labkit.models.target import ModelTarget
     from labkit.speculation import Drafter, Generation
-    from labkit.timing import Clock
 
 PRESETS: dict[str, common.Axes] = {
     "cpu": {
@@ -94,9 +93,8 @@ def points(preset: str, **axes: Sequence[Any]) -> list[dict[str, Any]]:
     common.check_names("launch_mode", grid["launch_mode"], ("graph", "eager"))
     real = fixed["acceptance"] == "real"
     if real and fixed["launch_mode"] == "graph":
-        raise InputError(
-            "launch_mode graph: only costs (acceptance=none) are replayed; wanted eager with acceptance=real"
-        )
+        wanted = "only costs (acceptance=none) are replayed; wanted eager with acceptance=real"
+        raise InputError(f"launch_mode graph: {wanted}")
     if real and fixed["max_new_tokens"] < 2:
         raise InputError("axis max_new_tokens: wanted 2 or more (the prefill yields the first), got 1")
     steps = fixed["steps_per_round"] + 2 + max(grid["num_speculative_tokens"])
@@ -249,6 +247,7 @@ def _rows(arm: _Arm, target: ModelTarget, prompts: list[list[int]], round_index:
     from labkit.accept import accept_forced, accept_greedy
     from labkit.drafting.forced import ForcedDrafter
     from labkit.speculation import speculate
+    from labkit.timing import EventClock, HostClock
 
     point, real = arm.point, arm.point["acceptance"] == "real"
     target.verify_backend = point.get("verify_backend") or target.verify_backend
@@ -264,7 +263,7 @@ def _rows(arm: _Arm, target: ModelTarget, prompts: list[list[int]], round_index:
         max_new_tokens=point["max_new_tokens"] if real else 1 + num_steps + k,  # no draft of a cost run is cut short
         max_steps=None if real else num_steps,
         accept=accept_forced if isinstance(arm.drafter, ForcedDrafter) else accept_greedy,
-        clock=_clock(),
+        clock=EventClock() if common.device() == "cuda" else HostClock(),
         stop_token_ids=common.tokenizer(places.model_source(point)).stop_token_ids if real else (),
     )
     return [
@@ -302,9 +301,3 @@ class _TimedStart:
         begin = time.perf_counter()
         self._inner.start(requests)
         self.start_ms = (time.perf_counter() - begin) * 1e3
-
-
-def _clock() -> Clock:
-    from labkit.timing import EventClock, HostClock
-
-    return EventClock() if common.device() == "cuda" else HostClock()

@@ -119,15 +119,10 @@ class Trainer:
         size = min(settings["draft_vocab_size"], len(counts))
         self.vocabulary = counts.argsort(descending=True, stable=True)[:size].sort().values
         self.coverage = float(counts[self.vocabulary].sum() / counts.sum())
-        self.facts = {
-            "num_prompts": len(prompts),
-            "num_answers": len(answers),
-            "num_usable_answers": len(self.answers),
-            "num_answer_tokens": len(tokens),
-            "sampled_share": _SAMPLED_SHARE,
-            "sampled_temperature": _TEMPERATURE,
-            "generation_s": round(self.elapsed(), 1),
-        }
+        self.facts: dict[str, Any] = {"num_prompts": len(prompts), "num_answers": len(answers)}
+        self.facts |= {"num_usable_answers": len(self.answers), "num_answer_tokens": len(tokens)}
+        self.facts |= {"sampled_share": _SAMPLED_SHARE, "sampled_temperature": _TEMPERATURE}
+        self.facts["generation_s"] = round(self.elapsed(), 1)
         self.say(f"{len(self.answers)} of {len(answers)} answers kept, {len(tokens)} tokens")
 
     def make_heads(self) -> None:
