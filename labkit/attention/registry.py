@@ -69,7 +69,7 @@ def _from_module(module: ModuleType, name: str | None = None) -> Backend:
         name if name and name in variants else module.NAME,
         functools.partial(module.supports, **options) if options else module.supports,
         functools.partial(module.prepare, **options) if options else module.prepare,
-        tuple(path.read_text() for path in paths),
+        (*(path.read_text() for path in paths), *([repr(options)] if options else [])),
     )
 
 
