@@ -19,12 +19,7 @@ _MATRIX_DTYPES = ("float32", "bfloat16", "float16")
 def _spread(values: list[float]) -> dict[str, float]:
     """Median, 20th and 80th percentile and number of the values, six digits each."""
     p20, *_, p80 = statistics.quantiles(values, n=5) if len(values) > 1 else values * 2
-    return {
-        "median": _short(statistics.median(values)),
-        "p20": _short(p20),
-        "p80": _short(p80),
-        "num": len(values),
-    }
+    return {"median": _short(statistics.median(values)), "p20": _short(p20), "p80": _short(p80), "num": len(values)}
 
 
 def _short(value: float) -> float:
@@ -95,28 +90,18 @@ def _timer(device: str) -> dict[str, float]:
     else:
         steps = [b - a for a, b in itertools.pairwise(empty)]
     resolution = min((step for step in steps if step > 0), default=0.0)
-    return {
-        "timer_resolution_us": _short(resolution),
-        "noise_floor_us": _short(empty[int(0.95 * len(empty))]),
-    }
+    return {"timer_resolution_us": _short(resolution), "noise_floor_us": _short(empty[int(0.95 * len(empty))])}
 
 
 def calibrate(device: str = "cpu") -> dict[str, Any]:
     """Measure the limits that ratios are taken against. Under 10 s on a CPU.
 
-    Parameters
-    ----------
-    device : str
-        ``cpu``, with as many threads as torch has, or a CUDA device.
+    device : ``cpu``, with as many threads as torch has, or a CUDA device.
 
-    Returns
-    -------
-    dict
-        read_gb_per_s: median of repeated reads, 1e9 B/s, and read_spread (best, 20th and 80th percentile, and us: time
-        of a read by its bytes);
-        matrix_tflops_per_s: dtype -> median, 1e12 FLOP/s, null where the device has no such product, and
-        matrix_spread; timer_resolution_us, noise_floor_us; cache_bytes, num_threads, num_sms (null on a CPU),
-        device, time (UTC).
+    Returns read_gb_per_s: median of repeated reads, 1e9 B/s, and read_spread (best, 20th and 80th percentile, and us:
+    time of a read by its bytes); matrix_tflops_per_s: dtype -> median, 1e12 FLOP/s, null where the device has no such
+    product, and matrix_spread; timer_resolution_us, noise_floor_us; cache_bytes, num_threads, num_sms (null on a CPU),
+    device, time (UTC).
     """
     import torch
 

@@ -16,18 +16,7 @@ from labkit.errors import InputError
 from labkit.parquet import read_table
 from labkit.provenance import environment_digest
 from labkit.results import RUN_ID, file_digest, read_sidecar, run_files
-from labkit.schema import (
-    HISTOGRAM,
-    IDENTITY,
-    LIST,
-    ORIGIN_ALIASES,
-    REAL,
-    SAMPLE_KEYS,
-    SERIES,
-    TEXT,
-    arrow_schema,
-    columns,
-)
+from labkit.schema import IDENTITY, LISTS, ORIGIN_ALIASES, REAL, SAMPLE_KEYS, TEXT, arrow_schema, columns
 
 # Parts of a step may miss its wall time by the reading of the clock, not by more.
 PARTS_TOLERANCE, PARTS_TOLERANCE_MS = 0.01, 0.01
@@ -105,7 +94,7 @@ def _values(rows: _Rows, experiment: str) -> _Broken:
                 wrong = [value is not None and value not in allowed for value in values]
                 yield name, np.array(wrong, bool), f"wanted one of {', '.join(column.choices)}"
             yield name, np.array([value == "" for value in values], bool), "is empty; a missing value is null"
-        elif column.type not in (SERIES, HISTOGRAM, LIST):
+        elif column.type not in LISTS:
             numbers = rows.numbers(name)
             yield name, ~null & ~np.isfinite(numbers), "is NaN or infinite; a missing value is null"
             if name != "seed":

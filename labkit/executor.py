@@ -63,8 +63,10 @@ class _Sequential:
     """One batch after the other."""
 
     def prepare(self) -> None:
-        """Have someone who can measure."""
-        raise NotImplementedError
+        """Have someone who can measure; nobody is started here."""
+
+    def close(self) -> None:
+        """End what was started."""
 
     def measure(self, points: list[Point], timeout_s: float) -> list[Outcome]:
         """One outcome per point of a batch; ``timeout_s`` is per point."""
@@ -106,9 +108,6 @@ class InProcess(_Sequential):
     def __init__(self, measure: str | Callable[..., Any]):
         self._measure = resolve(measure) if isinstance(measure, str) else measure
 
-    def prepare(self) -> None:
-        """Nothing to start."""
-
     def call(self, function: str, argument: Any, timeout_s: float) -> Outcome:
         """``function(argument)`` as an outcome."""
         return measure_point(resolve(function), argument)
@@ -117,9 +116,6 @@ class InProcess(_Sequential):
         """One outcome per point of a batch."""
         grouped = "group" in points[0]
         return measure_group(self._measure, points) if grouped else [measure_point(self._measure, points[0])]
-
-    def close(self) -> None:
-        """Nothing to end."""
 
 
 class WorkerProcess(_Sequential):

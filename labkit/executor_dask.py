@@ -63,21 +63,12 @@ def local_cluster(variables: Sequence[Mapping[str, str]]) -> SpecCluster:
 class DaskExecutor:
     """An `labkit.executor.Executor` over the workers of a cluster.
 
-    Parameters
-    ----------
-    measure : str
-        ``package.module:function``, importable on the workers.
-    client : Client or None
-        A connected client; None starts one worker for each visible device of this host and ends them at last.
-    wanted : dict
-        `labkit.provenance.environment` of the run: a worker in another one measures nothing.
-    device : str
-        ``cpu`` or ``cuda``.
+    measure : ``package.module:function``, importable on the workers.
+    client : A connected client; None starts one worker for each visible device of this host and ends them at last.
+    wanted : `labkit.provenance.environment` of the run: a worker in another one measures nothing.
+    device : ``cpu`` or ``cuda``.
 
-    Raises
-    ------
-    InputError
-        No worker within ten minutes, or one that could share its device between points.
+    Raises InputError: no worker within ten minutes, or one that could share its device between points.
     """
 
     def __init__(self, measure: str, client: Client | None, wanted: dict[str, Any], device: str):

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from labkit.errors import InputError
+from labkit.shapes import at_least
 
 
 def _per_request(name: str, value: int | Sequence[int], batch_size: int) -> list[int]:
@@ -51,17 +52,8 @@ class PagedKVCache:
         page_order: str = "sequential",
         generator: torch.Generator | None = None,
     ):
-        sizes = {
-            "num_layers": num_layers,
-            "batch_size": batch_size,
-            "max_context_len": max_context_len,
-            "num_kv_heads": num_kv_heads,
-            "head_dim": head_dim,
-            "page_size": page_size,
-        }
-        for name, size in sizes.items():
-            if size < 1:
-                raise InputError(f"{name} must be at least 1, got {size}")
+        at_least(1, num_layers=num_layers, batch_size=batch_size, max_context_len=max_context_len)
+        at_least(1, num_kv_heads=num_kv_heads, head_dim=head_dim, page_size=page_size)
         if page_order not in ("sequential", "permuted"):
             raise InputError(f"page_order must be 'sequential' or 'permuted', got {page_order!r}")
         if page_order == "permuted" and generator is None:
@@ -137,10 +129,8 @@ class PagedKVCache:
         if tuple(k_new.shape) != wanted:
             raise ValueError(f"k_new must have shape {wanted}, got {tuple(k_new.shape)}")
         if max(lens) + q_len > self.max_context_len:
-            raise ValueError(
-                f"context_len + q_len must stay within max_context_len={self.max_context_len}, "
-                f"got {max(lens)} + {q_len}"
-            )
+            limit = f"must stay within max_context_len={self.max_context_len}"
+            raise ValueError(f"context_len + q_len {limit}, got {max(lens)} + {q_len}")
         if self.batch_size == 1 and self._consecutive[0]:
             self._append_start = self._starts[0] * self.page_size + lens[0]
         else:
@@ -174,9 +164,8 @@ class PagedKVCache:
         if not sources or list(sources) == list(range(to, to + len(sources))):
             return
         if max(*sources, to + len(sources) - 1) >= self.max_context_len:
-            raise ValueError(
-                f"sources and to must stay within max_context_len={self.max_context_len}, got {sources}, {to}"
-            )
+            wanted = f"sources and to must stay within max_context_len={self.max_context_len}"
+            raise ValueError(f"{wanted}, got {sources}, {to}")
         places = torch.tensor([*sources, *range(to, to + len(sources))])
         slots = self._host_table[0][places // self.page_size] * self.page_size + places % self.page_size
         read, write = slots.to(self.device).chunk(2)
@@ -204,10 +193,7 @@ class PagedKVCache:
     def share_prefix(self, num_tokens: int) -> None:
         """Let all requests use the first request's pages for the first `num_tokens` tokens. Their own are left unused.
 
-        Raises
-        ------
-        ValueError
-            Not a whole number of pages.
+        Raises ValueError: not a whole number of pages.
         """
         if num_tokens % self.page_size:
             raise ValueError(f"num_tokens must be a multiple of page_size={self.page_size}, got {num_tokens}")

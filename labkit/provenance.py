@@ -118,9 +118,7 @@ def _rules(
 
 def redact(text: str) -> str:
     """``text`` without home folders, the names of this account and host, keys, tokens and passwords."""
-    for pattern, mark in _rules(_homes(), _own_names(), _own_secrets()):
-        text = pattern.sub(mark, text)
-    return text
+    return redactor()(text)
 
 
 def redactor() -> Callable[[Any], Any]:

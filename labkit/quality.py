@@ -36,19 +36,11 @@ def judge(
 ) -> str:
     """``ok``, or everything that is doubtful about samples of one quantity, joined by ``; ``.
 
-    Parameters
-    ----------
-    samples : mapping of round to list of float, or list of float
-        All samples, ms; without rounds each is a round of its own.
-    noise_floor_us : float, optional
-        Time of timing nothing (`labkit.calibrate.calibrate`), us; without it that rule is not applied.
-    states : sequence of DeviceState
-        The device beside each round (`labkit.device_state.monitor`).
-    widest : float, optional
-        The 95 % interval of the median, as a share of it, above which it is called wide.
+    samples : All samples, ms; without rounds each is a round of its own.
+    noise_floor_us : Time of timing nothing (`labkit.calibrate.calibrate`), us; without it that rule is not applied.
+    states : The device beside each round (`labkit.device_state.monitor`).
+    widest : The 95 % interval of the median, as a share of it, above which it is called wide.
 
-    Notes
-    -----
     below noise floor: the median is less than 10 times the noise floor, so that the timer is over 10 % of it.
     throttled (why): the device reported so beside at least one round.
     clock changed (from to): its clock moved by more than 5 % between rounds.
@@ -139,6 +131,11 @@ class Limits:
         self.max_rounds: int = self.num_rounds * point["max_repeats"]
         self.widest: float = point["max_interval_percent"] / 100
         self._noise_floor_us: float | None = point.get("noise_floor_us")
+
+    @property
+    def of_rounds(self) -> dict[str, Any]:
+        """As `labkit.timing.sample_rounds` takes them."""
+        return {"num_rounds": self.num_rounds, "max_rounds": self.max_rounds, "widest": self.widest}
 
     def rounds(self, arms: Sequence[Sequence[Mapping[str, Any]]], time: str, alike: Sequence[str]) -> Iterator[int]:
         """Indices of the rounds to run; the rows of the ``arms`` grow meanwhile and are looked at after each lot."""

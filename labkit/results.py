@@ -18,24 +18,12 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from labkit import schema
 from labkit.errors import InputError
 from labkit.parquet import read_table
 from labkit.paths import ROOT, RUNS
 from labkit.provenance import plain, redact
-from labkit.schema import (
-    COUNT,
-    EXPERIMENTS,
-    HISTOGRAM,
-    LIST,
-    ORIGIN_ALIASES,
-    REAL,
-    SCHEMA_VERSION,
-    SERIES,
-    TEXT,
-    Column,
-    arrow_schema,
-    columns,
-)
+from labkit.schema import COUNT, LISTS, REAL, SCHEMA_VERSION, TEXT, Column, arrow_schema, columns
 
 RUN_ID = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{6}")
 MAX_SIDECAR_BYTES = 16 << 20  # far above any real one
@@ -60,7 +48,7 @@ def _array(column: Column, values: list[Any]) -> pa.Array:
         array = pa.array(values)
         kind = array.type
         number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
-        lists = dict.fromkeys((SERIES, HISTOGRAM, LIST), pa.types.is_list(kind))
+        lists = dict.fromkeys(LISTS, pa.types.is_list(kind))
         fits = {TEXT: pa.types.is_string(kind), COUNT: number, REAL: number} | lists
         if not (fits[column.type] or pa.types.is_null(kind)):
             raise InputError(f"{column.name}: wanted {column.type}, got {kind}")
@@ -81,7 +69,7 @@ def build_table(experiment: str, values: dict[str, list[Any]]) -> pa.Table:
     num_rows = max((len(v) for v in values.values()), default=0)
     arrays = [_array(c, values.get(c.name, [None] * num_rows)) for c in wanted]
     origin = [c.name for c in wanted].index("origin")
-    arrays[origin] = pa.array([ORIGIN_ALIASES.get(o, o) for o in arrays[origin].to_pylist()], TEXT)
+    arrays[origin] = pa.array([schema.ORIGIN_ALIASES.get(o, o) for o in arrays[origin].to_pylist()], TEXT)
     return pa.Table.from_arrays(arrays, schema=arrow_schema(experiment))
 
 
@@ -126,15 +114,15 @@ def write_run(path: Path, tables: Iterable[pa.Table], sidecar: dict[str, Any]) -
     Raises InputError: the files cannot be written (full disk, read-only folder).
     """
     identity = {"schema_version": SCHEMA_VERSION, **{n: sidecar[n] for n in ("run_id", "experiment", "gpu")}}
-    schema = arrow_schema(sidecar["experiment"]).with_metadata({"labkit": json.dumps(identity)})
+    arrow = arrow_schema(sidecar["experiment"]).with_metadata({"labkit": json.dumps(identity)})
     path.parent.mkdir(parents=True, exist_ok=True)
     num_rows = 0
 
     def write_rows(file: IO[bytes]) -> None:
         nonlocal num_rows
-        with pq.ParquetWriter(file, schema, compression="zstd") as writer:
+        with pq.ParquetWriter(file, arrow, compression="zstd") as writer:
             for table in tables:
-                writer.write_table(table.replace_schema_metadata(schema.metadata))
+                writer.write_table(table.replace_schema_metadata(arrow.metadata))
                 num_rows += table.num_rows
 
     _replace(path, write_rows)
@@ -228,7 +216,7 @@ def find_runs(experiment: str, *paths: str | Path, gpu: str | None = None) -> li
     for root in roots:
         for path in run_files(root):
             folder = path.parent.parent.name
-            if root.is_dir() and folder in EXPERIMENTS and folder != experiment:
+            if root.is_dir() and folder in schema.EXPERIMENTS and folder != experiment:
                 continue
             sidecar = read_sidecar(path)
             if sidecar["experiment"] != experiment:
@@ -281,7 +269,7 @@ def load_runs(experiment: str, *paths: str | Path, gpu: str | None = None) -> pd
     table = pa.concat_tables(_checked_rows(run, experiment) for run in find_runs(experiment, *paths, gpu=gpu))
     frame = table.to_pandas()
     for column in columns(experiment):
-        if column.type in (SERIES, HISTOGRAM, LIST):
+        if column.type in LISTS:
             frame[column.name] = pd.Series(table[column.name].to_pylist(), dtype=object)
     return frame
 

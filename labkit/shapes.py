@@ -7,28 +7,27 @@ from labkit.errors import InputError
 from labkit.paths import REFERENCE
 
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
-
-
 MAX_Q_LEN = 64  # new tokens of a verify call; longer calls are prefill chunks
 
 
 def dtype_bytes(dtype: str) -> int:
     """Bytes of one element of `dtype`.
 
-    Raises
-    ------
-    InputError
-        The name is not in ``DTYPE_BYTES``.
+    Raises InputError: the name is not in ``DTYPE_BYTES``.
     """
     if dtype not in DTYPE_BYTES:
         raise InputError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {dtype!r}")
     return DTYPE_BYTES[dtype]
 
 
-def _at_least(minimum: int, **values: object) -> None:
+def at_least(minimum: int, **values: object) -> None:
+    """Raise InputError for a value that is no integer of at least `minimum`."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise InputError(f"{name} must be an integer of at least {minimum}, got {value!r}")
+
+
+_SIZES = ("batch_size", "q_len", "num_qo_heads", "num_kv_heads", "head_dim", "page_size")
 
 
 def _divides(num_qo_heads: int, num_kv_heads: int) -> None:
@@ -46,11 +45,8 @@ class AttentionShape:
     the new tokens see their ancestors only, with ``"none"`` each other. The first `shared_prefix_len` tokens lie in
     pages that all requests share.
 
-    Raises
-    ------
-    InputError
-        A size is not an integer in range, the heads do not divide, a dtype or mask is unknown, or the shared prefix
-        is longer than a context.
+    Raises InputError: A size is not an integer in range, the heads do not divide, a dtype or mask is unknown, or the
+    shared prefix is longer than a context.
     """
 
     batch_size: int
@@ -67,15 +63,7 @@ class AttentionShape:
     shared_prefix_len: int = 0
 
     def __post_init__(self) -> None:
-        _at_least(
-            1,
-            batch_size=self.batch_size,
-            q_len=self.q_len,
-            num_qo_heads=self.num_qo_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            page_size=self.page_size,
-        )
+        at_least(1, **{name: getattr(self, name) for name in _SIZES})
         _divides(self.num_qo_heads, self.num_kv_heads)
         if not isinstance(self.context_len, int):
             object.__setattr__(self, "context_len", tuple(self.context_len))
@@ -83,14 +71,14 @@ class AttentionShape:
                 wanted = f"one context_len per request (batch_size={self.batch_size})"
                 raise InputError(f"context_len must hold {wanted}, got {len(self.context_lens)}")
         for context_len in self.context_lens:
-            _at_least(0, context_len=context_len)
+            at_least(0, context_len=context_len)
         if self.kv_dtype is None:
             object.__setattr__(self, "kv_dtype", self.q_dtype)
         if self.mask not in ("causal", "tree", "none"):
             raise InputError(f"mask must be causal, tree or none, got {self.mask!r}")
         if self.window is not None:
-            _at_least(1, window=self.window)
-        _at_least(0, shared_prefix_len=self.shared_prefix_len)
+            at_least(1, window=self.window)
+        at_least(0, shared_prefix_len=self.shared_prefix_len)
         if self.shared_prefix_len > min(self.context_lens):
             raise InputError(f"shared_prefix_len must be within every context, got {self.shared_prefix_len}")
         dtype_bytes(self.q_dtype)
@@ -121,11 +109,6 @@ class AttentionShape:
         return (self.context_len,) * self.batch_size
 
     @property
-    def context_len_mean(self) -> float:
-        """Mean of `context_lens`, in tokens."""
-        return sum(self.context_lens) / self.batch_size
-
-    @property
     def context_len_max(self) -> int:
         """Largest of `context_lens`, in tokens."""
         return max(self.context_lens)
@@ -147,10 +130,7 @@ class ModelShape:
     `num_delta_value_heads` states of `delta_head_dim` squared. `rotary_dim` elements of a head are rotated;
     `output_gate` doubles the q projection by a gate on the attention's output.
 
-    Raises
-    ------
-    InputError
-        A size is not an integer of at least 1, or the heads do not divide.
+    Raises InputError: A size is not an integer of at least 1, or the heads do not divide.
     """
 
     name: str
@@ -179,11 +159,11 @@ class ModelShape:
         sizes = {field.name: getattr(self, field.name) for field in fields(self) if field.type in (int, "int")}
         may_be_zero = {name: sizes.pop(name) for name in list(sizes) if "delta" in name or name == "rotary_dim"}
         if self.full_attention_interval == 1:
-            _at_least(0, **may_be_zero)
+            at_least(0, **may_be_zero)
         else:
-            _at_least(1, **may_be_zero)
+            at_least(1, **may_be_zero)
             _divides(self.num_delta_value_heads, self.num_delta_key_heads)
-        _at_least(1, **sizes)
+        at_least(1, **sizes)
         _divides(self.num_qo_heads, self.num_kv_heads)
 
     @property
@@ -271,10 +251,7 @@ def model_shapes() -> dict[str, ModelShape]:
 def model_shape(name: str) -> ModelShape:
     """Look a model shape up by its name in ``data/reference/model_shapes.csv``.
 
-    Raises
-    ------
-    InputError
-        No such row; the message lists the known names.
+    Raises InputError: no such row; the message lists the known names.
     """
     known = model_shapes()
     if name not in known:

@@ -4,11 +4,13 @@ Every sample is kept. What a number is made of (median, interval) is decided whe
 doubtful, in `labkit.quality`.
 """
 
+import itertools
 import random
 import re
 import statistics
 import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -45,6 +47,15 @@ def _displacer(device: str) -> tuple[Callable[[], object], int]:
     num_bytes = max(2 * cache_bytes(device), 64 << 20)
     buffer = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
     return buffer.sum, num_bytes
+
+
+def _current(device: str) -> AbstractContextManager[object]:
+    """The device as torch's current one, for events and streams."""
+    if device == "cpu":
+        return nullcontext()
+    import torch
+
+    return torch.cuda.device(device)
 
 
 def _wait_for(device: str) -> None:
@@ -97,37 +108,24 @@ def sample_rounds(
 ) -> list[dict[str, Any]]:
     """Time calls against one another: each round runs all of them, in a shuffled order of its own.
 
-    Parameters
-    ----------
-    calls : dict of str to callable
-        What to time, by name. Only the call is timed; prepare before.
-    num_rounds, samples_per_round, num_warmup : int
-        Rounds; consecutive samples of a call in a round; untimed runs of each call before the first round.
-    device : str
-        ``cpu`` (perf_counter) or a CUDA device (events on the current stream; the launch of a kernel that is
+    calls : What to time, by name. Only the call is timed; prepare before.
+    num_rounds, samples_per_round, num_warmup : Rounds; consecutive samples of a call in a round; untimed runs of each
+        call before the first round.
+    device : ``cpu`` (perf_counter) or a CUDA device (events on the current stream; the launch of a kernel that is
         shorter than its launch shows up in the time unless ``graph``).
-    l2 : str
-        cold: the last-level cache is displaced before each sample, by reading at least twice its size. warm:
-        it is not.
-    graph : bool
-        Capture each call as a CUDA graph and time the replay.
-    seed : int
-        Of the shuffling.
-    max_rounds, widest : int, float
-        After ``num_rounds``, go on by as many while the 95 % interval of any call's median is wider than this share of
-        it, up to ``max_rounds`` in all. The rule looks at widths alone, never at which call is faster.
-    monitor : callable, optional
-        Read once per round, on CUDA while the device works on it, outside the times; its result is ``state``.
+    l2 : cold: the last-level cache is displaced before each sample, by reading at least twice its size. warm: it is
+        not.
+    graph : Capture each call as a CUDA graph and time the replay.
+    seed : Of the shuffling.
+    max_rounds, widest : After ``num_rounds``, go on by as many while the 95 % interval of any call's median is wider
+        than this share of it, up to ``max_rounds`` in all. The rule looks at widths alone, never at which call is
+        faster.
+    monitor : Read once per round, on CUDA while the device works on it, outside the times; its result is ``state``.
 
-    Returns
-    -------
-    list of dict
-        name, round, sample (index in its round), ms, displaced_bytes (0 when warm) and state, in the order of running.
+    Returns name, round, sample (index in its round), ms, displaced_bytes (0 when warm) and state, in the order of
+    running.
 
-    Raises
-    ------
-    InputError
-        Bad arguments; a graph on the CPU.
+    Raises InputError: bad arguments; a graph on the CPU.
     """
     if not calls or num_rounds < 1 or samples_per_round < 1:
         raise InputError("sample_rounds: wanted at least one call, round and sample per round")
@@ -135,66 +133,36 @@ def sample_rounds(
         raise InputError(f"l2: wanted cold or warm, got {l2!r}")
     if graph and device == "cpu":
         raise InputError("graph: wanted False on the cpu, got True")
-    if device == "cpu":
-        rounds = _Rounds(calls, samples_per_round, num_warmup, device, l2, graph, seed, monitor)
-        return rounds.run(num_rounds, max_rounds, widest)
-    import torch
-
-    with torch.cuda.device(device):
-        rounds = _Rounds(calls, samples_per_round, num_warmup, device, l2, graph, seed, monitor)
-        return rounds.run(num_rounds, max_rounds, widest)
-
-
-class _Rounds:
-    """Warmed-up calls, and the rows of the rounds so far."""
-
-    def __init__(
-        self,
-        calls: dict[str, Callable[[], object]],
-        samples_per_round: int,
-        num_warmup: int,
-        device: str,
-        l2: str,
-        graph: bool,
-        seed: int,
-        monitor: Callable[[], object] | None,
-    ):
+    with _current(device):
         for call in calls.values():
             for _ in range(num_warmup):
                 call()
-        self._calls = {name: _captured(call) for name, call in calls.items()} if graph else calls
-        self._names, self._order = list(calls), random.Random(seed)
-        self._samples_per_round, self._device, self._monitor = samples_per_round, device, monitor
-        self._displace, self._displaced_bytes = _displacer(device) if l2 == "cold" else (lambda: None, 0)
-        self._rows: list[dict[str, Any]] = []
-        self._medians: dict[str, list[float]] = {name: [] for name in calls}
+        timed = {name: _captured(call) for name, call in calls.items()} if graph else calls
+        displace, displaced_bytes = _displacer(device) if l2 == "cold" else (lambda: None, 0)
+        timer = _host_timer if device == "cpu" else _event_timer
+        names, order, rows = list(calls), random.Random(seed), list[dict[str, Any]]()
+        medians: dict[str, list[float]] = {name: [] for name in calls}
 
-    def run(self, num_rounds: int, max_rounds: int, widest: float) -> list[dict[str, Any]]:
-        for index in round_indices(num_rounds, max_rounds, lambda: self._width() > widest):
-            self._run_round(index)
-        return self._rows
+        def is_wide() -> bool:
+            return max(map(relative_width, medians.values())) > widest
 
-    def _width(self) -> float:
-        return max(map(relative_width, self._medians.values()))
-
-    def _run_round(self, index: int) -> None:
-        timer = _host_timer if self._device == "cpu" else _event_timer
-        self._order.shuffle(self._names)
-        pending = []
-        for name in self._names:
-            for sample in range(self._samples_per_round):
-                self._displace()
-                pending.append((name, sample, timer(self._calls[name])))
-        state = self._monitor() if self._monitor else None
-        if self._device != "cpu":
-            _wait_for(self._device)
-        same = {"round": index, "displaced_bytes": self._displaced_bytes, "state": state}
-        found: list[dict[str, Any]] = [
-            {"name": name, "sample": sample, "ms": read(), **same} for name, sample, read in pending
-        ]
-        self._rows += found
-        for name, medians in self._medians.items():
-            medians.append(statistics.median(row["ms"] for row in found if row["name"] == name))
+        for index in round_indices(num_rounds, max_rounds, is_wide):
+            order.shuffle(names)
+            pending = []
+            for name in names:
+                for sample in range(samples_per_round):
+                    displace()
+                    pending.append((name, sample, timer(timed[name])))
+            same = {"round": index, "displaced_bytes": displaced_bytes, "state": monitor() if monitor else None}
+            if device != "cpu":
+                _wait_for(device)
+            own: dict[str, list[float]] = {name: [] for name in names}
+            for name, sample, read in pending:
+                own[name].append(read())
+                rows.append({"name": name, "sample": sample, "ms": own[name][-1], **same})
+            for name in names:
+                medians[name].append(statistics.median(own[name]))
+    return rows
 
 
 StepTimes = dict[str, float | None]  # draft_ms, verify_ms, accept_ms, gap_ms, step_ms; null: not timed
@@ -213,11 +181,14 @@ class Clock(Protocol):
     def end_step(self) -> StepTimes: ...
 
 
-def _step_times(parts_ms: dict[str, float], step_ms: float, resolution_ms: float) -> StepTimes:
-    gap_ms = step_ms - sum(parts_ms.values())
+def _step_times(parts: Iterable[tuple[str, float]], step_ms: float, resolution_ms: float) -> StepTimes:
+    """The ms of the ended parts in their order, added up by name, and what the step took beside them."""
+    times: StepTimes = dict.fromkeys(f"{part}_ms" for part in PARTS)
+    for part, ms in parts:
+        times[f"{part}_ms"] = (times[f"{part}_ms"] or 0.0) + ms
+    gap_ms = step_ms - sum(ms or 0.0 for ms in times.values())
     if gap_ms < -resolution_ms:
         raise RuntimeError(f"clock: the parts of a step exceed its wall time of {step_ms:.6f} ms by {-gap_ms:.6f} ms")
-    times: StepTimes = {f"{part}_ms": parts_ms.get(part) for part in PARTS}
     return {**times, "gap_ms": max(gap_ms, 0.0), "step_ms": step_ms}
 
 
@@ -232,7 +203,7 @@ class NullClock:
 
     def end_step(self) -> StepTimes:
         """All null."""
-        return {"draft_ms": None, "verify_ms": None, "accept_ms": None, "gap_ms": None, "step_ms": None}
+        return dict.fromkeys([*(f"{part}_ms" for part in PARTS), "gap_ms", "step_ms"])
 
 
 class HostClock:
@@ -254,11 +225,8 @@ class HostClock:
     def end_step(self) -> StepTimes:
         """The times of the step; its gap is what came after the last part."""
         end = time.perf_counter_ns()
-        parts: dict[str, float] = {}
-        before = self._begin
-        for part, mark in self._marks:
-            parts[part] = parts.get(part, 0.0) + (mark - before) / 1e6
-            before = mark
+        marks = [("", self._begin), *self._marks]
+        parts = ((part, (mark - before) / 1e6) for (_, before), (part, mark) in itertools.pairwise(marks))
         return _step_times(parts, (end - self._begin) / 1e6, CPU_TIMER_RESOLUTION_MS)
 
 
@@ -298,21 +266,16 @@ class EventClock:
         """Wait for the device; the times of the step."""
         self._torch.cuda.synchronize(self._device)
         step_ms = (time.perf_counter_ns() - self._begin) / 1e6
-        parts: dict[str, float] = {}
-        for index, part in enumerate(self._parts):
-            elapsed = self._events[index].elapsed_time(self._events[index + 1])
-            parts[part] = parts.get(part, 0.0) + elapsed
+        ends = itertools.pairwise(self._events)
+        parts = ((part, begin.elapsed_time(end)) for part, (begin, end) in zip(self._parts, ends, strict=False))
         return _step_times(parts, step_ms, EVENT_RESOLUTION_MS)
 
 
 class FakeClock:
     """Plays back a script, for tests of what is built on clocks.
 
-    Parameters
-    ----------
-    script : iterable of dict
-        One per step: ms of ``draft``, ``verify``, ``accept`` and ``gap``; an absent part takes 0 ms. Only
-        parts that the step really ended are reported. A step beyond the script raises.
+    script : One per step: ms of ``draft``, ``verify``, ``accept`` and ``gap``; an absent part takes 0 ms. Only parts
+        that the step really ended are reported. A step beyond the script raises.
     """
 
     def __init__(self, script: Iterable[dict[str, float]]):
@@ -332,5 +295,5 @@ class FakeClock:
         entry = next(self._script, None)
         if entry is None:
             raise RuntimeError("FakeClock: a step beyond the end of the script")
-        parts = {part: entry.get(part, 0.0) for part in dict.fromkeys(self._parts)}
-        return _step_times(parts, sum(parts.values()) + entry.get("gap", 0.0), 0.0)
+        parts = {part: entry.get(part, 0.0) for part in self._parts}
+        return _step_times(parts.items(), sum(parts.values()) + entry.get("gap", 0.0), 0.0)

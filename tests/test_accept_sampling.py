@@ -4,7 +4,8 @@ import pytest
 import torch
 from scipy import stats
 
-from labkit.speculation import Draft, accept_sampling, sampling_probs
+from labkit.accept import accept_sampling, sampling_probs
+from labkit.speculation import Draft
 
 VOCAB, DRAWS = 8, 100_000
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from labkit.accept import accept_sampling, sampling_probs
 from labkit.drafting.autoregressive import AutoregressiveDrafter
 from labkit.drafting.block import BlockDrafter
 from labkit.drafting.checkpoint import read_checkpoint
@@ -20,7 +21,7 @@ from labkit.models.layers import Taps
 from labkit.models.target import ModelTarget
 from labkit.models.weights import RandomWeights, expected_tensors, load_model
 from labkit.shapes import model_shape
-from labkit.speculation import Request, accept_sampling, sampling_probs, speculate
+from labkit.speculation import Request, speculate
 from labkit.training import heads
 from labkit.training.checkpoints import BLOCK_SIZE, head_config, head_shape, write_head
 from tests.test_accept_sampling import chi_square_p

@@ -127,7 +127,7 @@ def test_bad_arguments_are_named(generator):
     new = tokens(generator, 3, 2)
     cache.fill_random(19, generator)
     cases = [
-        (lambda: make(generator, page_size=0), "page_size must be at least 1, got 0"),
+        (lambda: make(generator, page_size=0), "page_size must be an integer of at least 1, got 0"),
         (
             lambda: make(generator, page_order="random"),
             "page_order must be 'sequential' or 'permuted', got 'random'",

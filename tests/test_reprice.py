@@ -5,6 +5,7 @@ import pandas as pd
 import pytest
 import torch
 
+from labkit.accept import accept_forced
 from labkit.breakeven import breakeven
 from labkit.decide.forcing import all_reject_ratio, forcing_check
 from labkit.decide.formulas import (
@@ -26,7 +27,7 @@ from labkit.errors import InputError
 from labkit.models.target import ModelTarget
 from labkit.models.weights import load_model
 from labkit.results import load_runs
-from labkit.speculation import accept_forced, speculate
+from labkit.speculation import speculate
 from tests.test_best_k import geometric
 from tests.worlds import CostWorld, Noise, cost_rows
 

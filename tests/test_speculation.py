@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 
+from labkit.accept import accept_forced, accept_greedy
 from labkit.drafting.forced import (
     ForcedDrafter,
     fixed_acceptance,
@@ -15,7 +16,7 @@ from labkit.drafting.forced import (
 from labkit.drafting.matches import record_matches, simulate
 from labkit.drafting.ngram import NgramDrafter
 from labkit.errors import InputError
-from labkit.speculation import Draft, Request, accept_forced, accept_greedy, speculate
+from labkit.speculation import Draft, Request, speculate
 from tests.toys import OracleDrafter, ToyTarget
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 1, 2]]

@@ -7,7 +7,7 @@ import pytest
 from labkit.attention.launched import Kernel
 from labkit.cli import main
 from labkit.errors import InputError
-from labkit.experiments import step
+from labkit.experiments import step, step_forwards
 from labkit.models.anatomy import part_of, split_time
 from labkit.results import load_runs
 
@@ -77,7 +77,7 @@ def test_bad_axes_are_named(axes, message):
 
 def test_a_drafter_of_one_layer_is_a_layer_of_the_target():
     point = step.points("full")[0] | {"drafter": "one layer", "target": "random:hybrid-27b"}
-    shape = step.shape_of(point)
+    shape = step_forwards.shape_of(point)
     assert (shape.num_layers, shape.num_delta_layers, shape.vocab_size) == (1, 0, 248_320)
 
 

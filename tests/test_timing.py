@@ -136,9 +136,9 @@ def test_real_host_clock_never_has_a_negative_gap():
 
 
 def test_a_negative_gap_beyond_the_timer_raises_and_within_it_is_zero():
-    assert timing._step_times({"verify": 1.001}, 1.0, 0.002)["gap_ms"] == 0.0
+    assert timing._step_times([("verify", 1.001)], 1.0, 0.002)["gap_ms"] == 0.0
     with pytest.raises(RuntimeError, match="parts of a step exceed its wall time"):
-        timing._step_times({"verify": 1.003}, 1.0, 0.002)
+        timing._step_times([("verify", 1.003)], 1.0, 0.002)
 
 
 def test_fake_clock_plays_its_script():

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 
+from labkit.accept import accept_sampling, sampling_probs, tree_rows
 from labkit.attention.api import AttentionSpec, max_error, prepare
 from labkit.attention.inputs import make_inputs, random_tree
 from labkit.attention.reference import oracle
@@ -14,7 +15,7 @@ from labkit.errors import InputError
 from labkit.models.target import ModelTarget
 from labkit.models.weights import load_model
 from labkit.shapes import AttentionShape
-from labkit.speculation import Draft, accept_sampling, sampling_probs, speculate, tree_rows
+from labkit.speculation import Draft, speculate
 from tests.test_accept_sampling import chi_square_p
 from tests.test_speculation_model import assert_same_text, generate, tiny_prompts
 from tests.toys import ToyTarget

@@ -38,17 +38,11 @@ __all__ = [
 class PreparedAttention:
     """Attention of one step, metadata built: call it to run layer 0 on the bound `q`, or `run` it per layer.
 
-    Attributes
-    ----------
-    backend
-        Its name.
-    info
-        What really runs: ``resolved_kernel``, ``num_programs``, ``num_splits``, ``kv_passes`` (times a call reads
+    backend : Its name.
+    info : What really runs: ``resolved_kernel``, ``num_programs``, ``num_splits``, ``kv_passes`` (times a call reads
         each byte of K and V) and what the backend adds (``grid``, ``workspace_bytes``). None where not known.
-    q, out
-        ``[batch_size, q_len, num_qo_heads, head_dim]``.
-    lse
-        float32 ``[batch_size, q_len, num_qo_heads]``, natural logarithm, or None.
+    q, out : ``[batch_size, q_len, num_qo_heads, head_dim]``.
+    lse : float32 ``[batch_size, q_len, num_qo_heads]``, natural logarithm, or None.
     """
 
     def __init__(
@@ -70,10 +64,7 @@ class PreparedAttention:
     def run(self, q: Tensor, layer: int, out: Tensor, lse: Tensor | None = None) -> None:
         """Attention of another `q` of the prepared shape and dtype over `layer`, into a contiguous `out`.
 
-        Raises
-        ------
-        ValueError
-            `q` has another shape than the prepared one, or `out` is not contiguous.
+        Raises ValueError: `q` has another shape than the prepared one, or `out` is not contiguous.
         """
         if q.shape != self.q.shape:
             raise ValueError(f"q must have the prepared shape {tuple(self.q.shape)}, got {tuple(q.shape)}")
@@ -84,10 +75,7 @@ class PreparedAttention:
     def replan(self) -> None:
         """Take over the cache's present lengths, for a call that was captured in a graph and is replayed.
 
-        Raises
-        ------
-        Unsupported
-            The backend must be prepared anew for other lengths.
+        Raises Unsupported: the backend must be prepared anew for other lengths.
         """
         replan = getattr(self._run, "replan", None)
         if replan is None:
@@ -114,10 +102,8 @@ def _check_tree(tree: Tensor, q: Tensor) -> None:
 def shape_of(q: Tensor, cache: PagedKVCache, spec: AttentionSpec = DEFAULT_SPEC) -> AttentionShape:
     """The checked shape of a call: `q` ``[batch_size, q_len, num_qo_heads, head_dim]`` over `cache`.
 
-    Raises
-    ------
-    ValueError
-        `q`, `cache` and the tree do not belong together, or the cache has no room for the `q_len` new tokens.
+    Raises ValueError: `q`, `cache` and the tree do not belong together, or the cache has no room for the `q_len` new
+    tokens.
     """
     if q.dim() != 4:
         raise ValueError(f"q must be [batch_size, q_len, num_qo_heads, head_dim], got {tuple(q.shape)}")
@@ -150,35 +136,19 @@ def shape_of(q: Tensor, cache: PagedKVCache, spec: AttentionSpec = DEFAULT_SPEC)
 
 
 def prepare(
-    q: Tensor,
-    cache: PagedKVCache,
-    *,
-    backend: str,
-    spec: AttentionSpec = DEFAULT_SPEC,
-    out: Tensor | None = None,
+    q: Tensor, cache: PagedKVCache, *, backend: str, spec: AttentionSpec = DEFAULT_SPEC, out: Tensor | None = None
 ) -> PreparedAttention:
     """Check the call, look the backend up and build its metadata once; nothing here is timed.
 
     The cache already holds K and V of the `q_len` new tokens behind its `context_lens` (appended, not yet advanced).
     `out` (and `lse`) are filled with NaN, so a row that a backend leaves out cannot pass for a result.
 
-    Parameters
-    ----------
-    q
-        ``[batch_size, q_len, num_qo_heads, head_dim]``; also stands for later `run` calls of the same shape and dtype.
-    out
-        Same shape and dtype as `q`; made when None.
+    q : ``[batch_size, q_len, num_qo_heads, head_dim]``; also stands for later `run` calls of the same shape and dtype.
+    out : Same shape and dtype as `q`; made when None.
 
-    Raises
-    ------
-    InputError
-        Unknown backend, or heads that do not divide.
-    ValueError
-        `q`, `cache` or `out` do not fit together.
-    Unsupported
-        The backend cannot do this shape.
-    BackendUnavailable
-        The backend cannot run on this machine at all.
+    Raises InputError: unknown backend, or heads that do not divide; ValueError: `q`, `cache` or `out` do not fit
+    together; Unsupported: the backend cannot do this shape; BackendUnavailable: the backend cannot run on this machine
+    at all.
     """
     entry = lookup(backend)
     shape = shape_of(q, cache, spec)
@@ -199,6 +169,7 @@ def prepare(
     out.fill_(math.nan)
     lse = torch.full(q.shape[:3], math.nan, device=q.device) if spec.return_lse else None
     run, info = entry.prepare(q, cache, spec)
+    info = {"num_programs": None, "num_splits": None, "kv_passes": None} | info
     return PreparedAttention(backend, run, info, q, out, lse, lambda: entry.prepare(q, cache, spec))
 
 

@@ -63,19 +63,10 @@ def supports(shape: AttentionShape, device: str, **_: Any) -> str:
 
 def _bind(operator: Any, values: dict[str, Any]) -> dict[str, Any]:
     """Arguments of an operator by name: the two packages differ in a few, which take their neutral value."""
-    neutral = {
-        "is_rotary_interleaved": True,
-        "attention_chunk": 0,
-        "softcap": 0.0,
-        "has_softcap": False,
-        "sm_margin": 0,
-        "max_seqlen_k_new": 0,
-        "cp_world_size": 1,
-        "cp_rank": 0,
-    }
-    return {
-        argument.name: values.get(argument.name, neutral.get(argument.name)) for argument in operator._schema.arguments
-    }
+    neutral = {"is_rotary_interleaved": True, "attention_chunk": 0, "softcap": 0.0, "has_softcap": False}
+    neutral |= {"sm_margin": 0, "max_seqlen_k_new": 0, "cp_world_size": 1, "cp_rank": 0}
+    names = [argument.name for argument in operator._schema.arguments]
+    return {name: values.get(name, neutral.get(name)) for name in names}
 
 
 def prepare(
@@ -98,7 +89,7 @@ def prepare(
         "max_seqlen_q": q_len,
         "max_seqlen_k": max(kv_lens),
         "is_causal": True,
-        "window_size_left": -1 if spec.window is None else spec.window - 1,
+        "window_size_left": spec.window_left,
         "window_size_right": -1 if spec.window is None else 0,
         "num_splits": num_splits,
         "pack_gqa": pack_gqa,
@@ -121,10 +112,4 @@ def prepare(
         if lse is not None:
             lse.view(-1, num_qo_heads).copy_(result_lse.T)
 
-    info = {
-        "resolved_kernel": f"FlashAttention 3 of {version}",
-        "num_programs": None,
-        "num_splits": num_splits or None,
-        "kv_passes": None,
-    }
-    return run, info
+    return run, {"resolved_kernel": f"FlashAttention 3 of {version}", "num_splits": num_splits or None}

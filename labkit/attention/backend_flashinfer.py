@@ -5,14 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from labkit.attention.api import AttentionSpec, Run
-from labkit.attention.flashinfer_plan import (
-    WORKSPACE_BYTES,
-    WrapperCall,
-    flashinfer_supports,
-    prefill_plan,
-    version,
-    workspace,
-)
+from labkit.attention.flashinfer_plan import WrapperCall, facts, flashinfer_supports, prefill_plan, workspace
 from labkit.kv_cache import PagedKVCache
 from labkit.shapes import AttentionShape
 
@@ -40,12 +33,5 @@ def prepare(q: Tensor, cache: PagedKVCache, spec: AttentionSpec, *, kernel: str)
 
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(q.device), "NHD", backend=kernel)
     call = WrapperCall(wrapper, cache, lambda: wrapper.plan(**prefill_plan(q, cache, spec)))
-    info = {
-        # `auto` is resolved by plan; there is no public name for its choice.
-        "resolved_kernel": f"flashinfer {version()} paged prefill {wrapper._backend}",
-        "num_programs": None,
-        "num_splits": None,
-        "kv_passes": None,
-        "workspace_bytes": WORKSPACE_BYTES,
-    }
-    return call, info
+    # `auto` is resolved by plan; there is no public name for its choice.
+    return call, facts(f"paged prefill {wrapper._backend}")

@@ -6,15 +6,7 @@ import torch
 from torch import Tensor
 
 from labkit.attention.api import AttentionSpec, Run
-from labkit.attention.flashinfer_plan import (
-    LN2,
-    WORKSPACE_BYTES,
-    flashinfer_supports,
-    last_page_lens,
-    prefill_plan,
-    version,
-    workspace,
-)
+from labkit.attention.flashinfer_plan import LN2, facts, flashinfer_supports, last_page_lens, prefill_plan, workspace
 from labkit.kv_cache import PagedKVCache
 from labkit.shapes import AttentionShape
 
@@ -84,11 +76,5 @@ def prepare(q: Tensor, cache: PagedKVCache, spec: AttentionSpec) -> tuple[Run, d
             "paged_kv_last_page_len": last_page_lens(cache, tails),
         }
     )
-    info = {
-        "resolved_kernel": f"flashinfer {version()} paged prefill fa2, cascade of two levels",
-        "num_programs": None,
-        "num_splits": None,
-        "kv_passes": None,
-        "workspace_bytes": 2 * WORKSPACE_BYTES,
-    }
-    return CascadeCall(shared, own, cache, num_rows, num_qo_heads), info
+    call = CascadeCall(shared, own, cache, num_rows, num_qo_heads)
+    return call, facts("paged prefill fa2, cascade of two levels", num_workspaces=2)

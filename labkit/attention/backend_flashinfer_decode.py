@@ -5,14 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from labkit.attention.api import AttentionSpec, Run
-from labkit.attention.flashinfer_plan import (
-    WORKSPACE_BYTES,
-    WrapperCall,
-    flashinfer_supports,
-    last_page_lens,
-    version,
-    workspace,
-)
+from labkit.attention.flashinfer_plan import WrapperCall, facts, flashinfer_supports, last_page_lens, workspace
 from labkit.kv_cache import PagedKVCache
 from labkit.shapes import AttentionShape
 
@@ -44,17 +37,9 @@ def prepare(q: Tensor, cache: PagedKVCache, spec: AttentionSpec) -> tuple[Run, d
             q.shape[3],
             cache.page_size,
             sm_scale=spec.scale(q.shape[3]),
-            window_left=-1 if spec.window is None else spec.window - 1,
+            window_left=spec.window_left,
             q_data_type=q.dtype,
             kv_data_type=cache.dtype,
         )
 
-    call = WrapperCall(wrapper, cache, plan)
-    info = {
-        "resolved_kernel": f"flashinfer {version()} paged decode, tensor cores",
-        "num_programs": None,
-        "num_splits": None,
-        "kv_passes": None,
-        "workspace_bytes": WORKSPACE_BYTES,
-    }
-    return call, info
+    return WrapperCall(wrapper, cache, plan), facts("paged decode, tensor cores")

@@ -13,24 +13,17 @@ from labkit.attention.api import AttentionSpec, Run
 from labkit.attention.dense import dense_supports
 from labkit.errors import Unsupported
 from labkit.kv_cache import PagedKVCache
-from labkit.shapes import AttentionShape
 
 NAME = "flex"
 SOURCES = ("dense.py",)
 
-
-def supports(shape: AttentionShape, device: str) -> str:
-    """As `dense_supports`; on the CPU uncompiled, for tests."""
-    return dense_supports(shape, device)
+supports = dense_supports  # on the CPU uncompiled, for tests
 
 
 def prepare(q: Tensor, cache: PagedKVCache, spec: AttentionSpec) -> tuple[Run, dict[str, Any]]:
     """The block mask once per step; compiling for a new shape takes tens of seconds and is not timed.
 
-    Raises
-    ------
-    Unsupported
-        The pages do not follow each other.
+    Raises Unsupported: the pages do not follow each other.
     """
     if not cache.stacked_is_view() or len(set(cache.context_lens)) > 1:
         raise Unsupported("flex_attention takes no page table: needs equal lengths and consecutive pages")
@@ -57,10 +50,4 @@ def prepare(q: Tensor, cache: PagedKVCache, spec: AttentionSpec) -> tuple[Run, d
         if lse is not None:
             lse.copy_(aux.lse.transpose(1, 2))
 
-    info = {
-        "resolved_kernel": f"flex_attention, torch {torch.__version__}",
-        "num_programs": None,
-        "num_splits": None,
-        "kv_passes": None,
-    }
-    return run, info
+    return run, {"resolved_kernel": f"flex_attention, torch {torch.__version__}"}

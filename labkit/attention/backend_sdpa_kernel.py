@@ -36,10 +36,7 @@ def supports(shape: AttentionShape, device: str, kernel: SDPBackend) -> str:
 def prepare(q: Tensor, cache: PagedKVCache, spec: AttentionSpec, *, kernel: SDPBackend) -> tuple[Run, dict[str, Any]]:
     """Query heads packed into rows with an explicit mask; flash, which takes no mask, its own lower-right causal one.
 
-    Raises
-    ------
-    Unsupported
-        The pages do not follow each other; when run: the kernel refuses the call.
+    Raises Unsupported: the pages do not follow each other; when run: the kernel refuses the call.
     """
     is_ragged = len(set(cache.context_lens)) > 1
     consecutive = all(map(cache.is_view, range(cache.batch_size))) if is_ragged else cache.stacked_is_view()
@@ -50,8 +47,7 @@ def prepare(q: Tensor, cache: PagedKVCache, spec: AttentionSpec, *, kernel: SDPB
             raise Unsupported("the causal mask of the flash kernel needs equal lengths")
         if spec.return_lse:
             raise Unsupported("scaled_dot_product_attention returns no lse")
-        plain = _flash(q, cache, spec)
-        info: dict[str, Any] = {"num_programs": None, "num_splits": None, "kv_passes": None}
+        plain, info = _flash(q, cache, spec), dict[str, Any]()
     else:
         plain, info = prepare_dense(q, cache, spec, rows_per_call=q.shape[1])
     info["resolved_kernel"] = f"scaled_dot_product_attention {kernel.name.lower()}, torch {torch.__version__}"

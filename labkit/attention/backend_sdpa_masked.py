@@ -60,10 +60,5 @@ def prepare(q: Tensor, cache: PagedKVCache, spec: AttentionSpec) -> tuple[Run, d
             lse.view(grouped).copy_(logsums.transpose(1, 2))
 
     where = "read in place" if cache.stacked_is_view() else "gathered from the pages in every call"
-    info = {
-        "resolved_kernel": f"scaled_dot_product_attention on {q.device.type}, explicit mask, K/V {where}",
-        "num_programs": None,
-        "num_splits": None,
-        "kv_passes": 2 if spec.return_lse else 1,
-    }
-    return run, info
+    kernel = f"scaled_dot_product_attention on {q.device.type}, explicit mask, K/V {where}"
+    return run, {"resolved_kernel": kernel, "kv_passes": 2 if spec.return_lse else 1}

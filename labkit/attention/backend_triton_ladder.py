@@ -18,13 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from labkit.attention.api import AttentionSpec, Run, shape_of
-from labkit.attention.triton_launch import (
-    Tiling,
-    TritonCall,
-    num_sms,
-    triton_supports,
-    visible_keys,
-)
+from labkit.attention.triton_launch import Tiling, TritonCall, num_sms, triton_supports, visible_keys
 from labkit.kv_cache import PagedKVCache
 from labkit.shapes import AttentionShape
 

@@ -123,11 +123,5 @@ def prepare_dense(
     is_view = all(map(cache.is_view, range(cache.batch_size))) if is_ragged else cache.stacked_is_view()
     where = "K/V read in place" if is_view else "K/V gathered from the pages in every call"
     kernel = f"scaled_dot_product_attention on {q.device.type}, packed GQA rows, {len(calls)} calls, {where}"
-    passes = -(-q.shape[1] // rows_per_call)
-    info = {
-        "resolved_kernel": kernel,
-        "num_programs": None,
-        "num_splits": None,
-        "kv_passes": passes * (2 if spec.return_lse else 1),
-    }
-    return run, info
+    passes = -(-q.shape[1] // rows_per_call) * (2 if spec.return_lse else 1)
+    return run, {"resolved_kernel": kernel, "kv_passes": passes}

@@ -32,9 +32,10 @@ def flashinfer_supports(shape: AttentionShape, device: str) -> str:
     return ""
 
 
-def version() -> str:
-    """Version of FlashInfer."""
-    return importlib.metadata.version("flashinfer-python")
+def facts(kernel: str, num_workspaces: int = 1) -> dict[str, Any]:
+    """What a backend tells of itself (`labkit.attention.api.PreparedAttention.info`)."""
+    version = importlib.metadata.version("flashinfer-python")
+    return {"resolved_kernel": f"flashinfer {version} {kernel}", "workspace_bytes": num_workspaces * WORKSPACE_BYTES}
 
 
 def workspace(device: torch.device) -> Tensor:
@@ -65,7 +66,7 @@ def prefill_plan(q: Tensor, cache: PagedKVCache, spec: AttentionSpec) -> dict[st
         "causal": spec.tree is None,
         "custom_mask": None if spec.tree is None else _tree_mask(spec.tree, cache.context_lens),
         "sm_scale": spec.scale(head_dim),
-        "window_left": -1 if spec.window is None else spec.window - 1,
+        "window_left": spec.window_left,
         "q_data_type": q.dtype,
         "kv_data_type": cache.dtype,
     }

@@ -27,11 +27,7 @@ _sync_warps = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 
 @gluon.jit
 def _make_ring(
-    STAGES: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    dtype: gl.constexpr,
-    READERS: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, dtype: gl.constexpr, READERS: gl.constexpr
 ):
     """Tiles of keys ``[STAGES, BLOCK_N, HEAD_DIM]``, and for each stage a barrier for full and one for empty."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -203,32 +199,11 @@ def _load_rows(q, first_row, q_len, stride_q_row, stride_q_head, GROUP_SIZE: gl.
 
 @gluon.jit(do_not_specialize=["q_len", "num_row_tiles", "num_splits", "min_chunk", "stride_table"])
 def overlapped_split_kernel(
-    q,
-    k,
-    v,
-    page_table,
-    kv_lens,
-    partial,
-    partial_lse,
-    scale_log2,
-    v_scale,
-    q_len,
-    num_row_tiles,
-    num_splits,
-    min_chunk,
-    stride_q_request,
-    stride_q_row,
-    stride_q_head,
-    stride_table,
-    NUM_QO_HEADS: gl.constexpr,
-    GROUP_SIZE: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    PAGE_SIZE: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
-    PDL: gl.constexpr,
-):
+    q, k, v, page_table, kv_lens, partial, partial_lse, scale_log2, v_scale, q_len, num_row_tiles, num_splits,
+    min_chunk, stride_q_request, stride_q_row, stride_q_head, stride_table, NUM_QO_HEADS: gl.constexpr,
+    GROUP_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
     """Grid (batch_size, KV heads * num_row_tiles, num_splits), launched with 4 warps: the others are beside them.
 
     As `split_kernel` with the whole group in a tile of 64 or 128 rows, causal, K and V in the dtype of `q`; the same

@@ -35,10 +35,8 @@ def make_inputs(
     mask mistake moves the output by far more than rounding. The `q_len` new tokens are in the cache, and its
     `context_lens` are those of `shape`.
 
-    Returns
-    -------
-    q : ``[batch_size, q_len, num_qo_heads, head_dim]`` in ``shape.q_dtype``
-    cache : in ``shape.kv_dtype``; one spare page per request holds garbage
+    Returns q ``[batch_size, q_len, num_qo_heads, head_dim]`` in ``shape.q_dtype``; cache in ``shape.kv_dtype``; one
+    spare page per request holds garbage.
     """
     q_dtype, kv_dtype = getattr(torch, shape.q_dtype), getattr(torch, str(shape.kv_dtype))
     size = (shape.batch_size, shape.q_len, shape.num_qo_heads, shape.head_dim)
@@ -136,13 +134,9 @@ def verify_backend(
 class Expected:
     """What a call over `q` and layer 0 of a cache should give, made once for all backends.
 
-    Attributes
-    ----------
-    out, lse
-        Of the oracle, float64.
-    limits
-        Largest allowed error per request: twice that of eager attention in the same dtype, plus rounding: one rounding
-        of the output and 128 of float32 (sums, fast exponentials).
+    out, lse : Of the oracle, float64.
+    limits : Largest allowed error per request: twice that of eager attention in the same dtype, plus rounding: one
+        rounding of the output and 128 of float32 (sums, fast exponentials).
     """
 
     out: Tensor
@@ -164,20 +158,11 @@ def check(call: PreparedAttention, cache: PagedKVCache, spec: AttentionSpec, exp
     The lse passes below 1e-4; in 16 bits a quarter of the dtype's rounding is added, since a kernel may sum the
     weights as it has rounded them for the product with V.
 
-    Parameters
-    ----------
-    expected
-        `expect` of the same inputs and spec; made when None.
+    expected : `expect` of the same inputs and spec; made when None.
 
-    Returns
-    -------
-    float
-        The largest ``max|out - ref| / max|ref|`` of all requests.
+    Returns the largest ``max|out - ref| / max|ref|`` of all requests.
 
-    Raises
-    ------
-    WrongResult
-        Names the request, query row and head that are furthest off.
+    Raises WrongResult: names the request, query row and head that are furthest off.
     """
     call()
     expected = expect(call.q, cache, spec) if expected is None else expected

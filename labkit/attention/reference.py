@@ -50,10 +50,8 @@ def oracle(q: Tensor, cache: PagedKVCache, layer: int, spec: AttentionSpec = DEF
 
     A row that sees no key gives 0 and an lse of -inf.
 
-    Returns
-    -------
-    out : float64 ``[batch_size, q_len, num_qo_heads, head_dim]``
-    lse : float64 ``[batch_size, q_len, num_qo_heads]``, natural logarithm
+    Returns out float64 ``[batch_size, q_len, num_qo_heads, head_dim]``; lse float64 ``[batch_size, q_len,
+    num_qo_heads]``, natural logarithm.
     """
     _, q_len, num_qo_heads, head_dim = q.shape
     group_size = num_qo_heads // cache.num_kv_heads
@@ -112,10 +110,4 @@ def prepare(q: Tensor, cache: PagedKVCache, spec: AttentionSpec) -> tuple[Run, d
         if lse is not None:
             lse.copy_(result_lse)
 
-    info = {
-        "resolved_kernel": "eager float64, running softmax over chunks of keys",
-        "num_programs": None,
-        "num_splits": None,
-        "kv_passes": 1,
-    }
-    return run, info
+    return run, {"resolved_kernel": "eager float64, running softmax over chunks of keys", "kv_passes": 1}

@@ -37,37 +37,21 @@ class Backend(NamedTuple):
 # Name -> module, imported on use, or a loaded or registered backend: the only mutable state of the package.
 _BACKENDS: dict[str, str | Backend] = {
     name: f"labkit.attention.{module}"
-    for name, module in {
+    for module, names in {
         "reference": "reference",
-        "sdpa": "backend_sdpa",
-        "sdpa_masked": "backend_sdpa_masked",
-        "per_token": "backend_per_token",
-        "triton_split": "backend_triton_split",
-        "triton_overlapped": "backend_triton_split",
-        "triton_nosplit": "backend_triton_ladder",
-        "triton_ladder_split": "backend_triton_ladder",
-        "triton_ladder_packed": "backend_triton_ladder",
-        "triton_ladder_staged": "backend_triton_ladder",
-        "triton_per_token": "backend_triton_ladder",
-        "triton_decode8": "backend_triton_ladder",
-        "triton_segmented_2d": "backend_triton_ladder",
-        "triton_segmented_3d": "backend_triton_ladder",
-        "flashinfer_fa2": "backend_flashinfer",
-        "flashinfer_fa3": "backend_flashinfer",
-        "flashinfer_auto": "backend_flashinfer",
-        "flashinfer_decode": "backend_flashinfer_decode",
-        "flashinfer_cascade": "backend_flashinfer_cascade",
-        "fa3": "backend_fa3",
-        "fa3_nosplit": "backend_fa3",
-        "fa3_split": "backend_fa3",
-        "fa3_packed": "backend_fa3",
-        "fa3_unpacked": "backend_fa3",
-        "sdpa_flash": "backend_sdpa_kernel",
-        "sdpa_efficient": "backend_sdpa_kernel",
-        "sdpa_cudnn": "backend_sdpa_kernel",
-        "sdpa_math": "backend_sdpa_kernel",
-        "flex": "backend_flex",
+        "backend_sdpa": "sdpa per_token",
+        "backend_sdpa_masked": "sdpa_masked",
+        "backend_triton_split": "triton_split triton_overlapped",
+        "backend_triton_ladder": "triton_nosplit triton_ladder_split triton_ladder_packed triton_ladder_staged "
+        "triton_per_token triton_decode8 triton_segmented_2d triton_segmented_3d",
+        "backend_flashinfer": "flashinfer_fa2 flashinfer_fa3 flashinfer_auto",
+        "backend_flashinfer_decode": "flashinfer_decode",
+        "backend_flashinfer_cascade": "flashinfer_cascade",
+        "backend_fa3": "fa3 fa3_nosplit fa3_split fa3_packed fa3_unpacked",
+        "backend_sdpa_kernel": "sdpa_flash sdpa_efficient sdpa_cudnn sdpa_math",
+        "backend_flex": "flex",
     }.items()
+    for name in names.split()
 }
 
 
@@ -75,7 +59,7 @@ def _from_module(module: ModuleType, name: str | None = None) -> Backend:
     """The backend of a module, or the one of its ``VARIANTS`` (name -> options of `supports` and `prepare`)."""
     variants = getattr(module, "VARIANTS", {})
     needed = ("supports", "prepare") if name in variants else ("NAME", "supports", "prepare")
-    missing = [needed_name for needed_name in needed if not hasattr(module, needed_name)]
+    missing = [part for part in needed if not hasattr(module, part)]
     if missing:
         raise InputError(f"a backend module must define NAME, supports and prepare, {module.__name__} lacks {missing}")
     file = Path(str(module.__file__))
@@ -85,7 +69,7 @@ def _from_module(module: ModuleType, name: str | None = None) -> Backend:
         name if name and name in variants else module.NAME,
         functools.partial(module.supports, **options) if options else module.supports,
         functools.partial(module.prepare, **options) if options else module.prepare,
-        tuple(path.read_text() for path in paths),
+        (*(path.read_text() for path in paths), *([repr(options)] if options else [])),
     )
 
 
@@ -113,22 +97,13 @@ def lookup(name: str) -> Backend:
 def register_backend(name: str, prepare_fn: Prepare, *, supports: Supports, source: str | None = None) -> None:
     """Add or replace a backend for this process, as from a notebook cell.
 
-    Parameters
-    ----------
-    prepare_fn
-        ``(q, cache, spec) -> (run, info)``; `run(q, layer, out, lse)` writes `out`, and `info` holds at least
-        ``resolved_kernel``, ``num_programs``, ``num_splits`` and ``kv_passes`` (None where not known).
-    supports
-        ``(shape, device) -> ""`` when it can do the shape, else the reason.
-    source
-        The text its digest is made of; default: the source of `prepare_fn`.
+    prepare_fn : ``(q, cache, spec) -> (run, info)``; `run(q, layer, out, lse)` writes `out`, and `info` holds
+        ``resolved_kernel`` and, where known, ``num_programs``, ``num_splits`` and ``kv_passes``.
+    supports : ``(shape, device) -> ""`` when it can do the shape, else the reason.
+    source : The text its digest is made of; default: the source of `prepare_fn`.
 
-    Raises
-    ------
-    InputError
-        The name belongs to a backend of labkit.
-    ValueError
-        The source of `prepare_fn` cannot be read and none was given.
+    Raises InputError: the name belongs to a backend of labkit; ValueError: the source of `prepare_fn` cannot be read
+    and none was given.
     """
     known = _BACKENDS.get(name)
     if isinstance(known, str) or (known is not None and _module_of(known.prepare).startswith("labkit.attention.")):
@@ -148,15 +123,9 @@ def _module_of(function: Callable[..., Any]) -> str:
 def load_backend_file(path: str | Path) -> list[str]:
     """Run a Python file that calls `register_backend`, or that defines ``NAME``, ``supports`` and ``prepare``.
 
-    Returns
-    -------
-    list of str
-        The names it added or replaced.
+    Returns the names it added or replaced.
 
-    Raises
-    ------
-    InputError
-        No such file, it fails to run, or it adds no backend.
+    Raises InputError: no such file, it fails to run, or it adds no backend.
     """
     file = Path(path).resolve()
     spec = importlib.util.spec_from_file_location(f"labkit_backend_{file.stem}", file)
@@ -205,10 +174,7 @@ def available_backends() -> dict[str, str]:
 def backend_digest(name: str) -> str:
     """12 hex digits of the backend's source (its knobs are constants in there) and of the torch and Triton versions.
 
-    Raises
-    ------
-    InputError
-        Unknown backend.
+    Raises InputError: unknown backend.
     """
     backend = lookup(name)
     try:

@@ -21,21 +21,13 @@ LOG2E = 1.4426950408889634
 class Tiling:
     """What one program does, and how many programs share a request.
 
-    Attributes
-    ----------
-    tile_heads
-        Query heads of a KV head in one tile: 1, or the group size.
-    tile_rows, block_m
-        Rows (draft token x head) of a tile, and their padded number.
-    block_n
-        Keys per tile.
-    num_splits
-        Parts of the keys of a request.
-    min_chunk
-        Keys a split gets at least; splits beyond the last key find nothing to do.
-    is_overlapped
-        Run `gluon_split_kernel`, which takes whole groups in tiles of 64 or 128 rows; its stages are the tiles of K
-        and of V together.
+    tile_heads : Query heads of a KV head in one tile: 1, or the group size.
+    tile_rows, block_m : Rows (draft token x head) of a tile, and their padded number.
+    block_n : Keys per tile.
+    num_splits : Parts of the keys of a request.
+    min_chunk : Keys a split gets at least; splits beyond the last key find nothing to do.
+    is_overlapped : Run `gluon_split_kernel`, which takes whole groups in tiles of 64 or 128 rows; its stages are the
+        tiles of K and of V together.
     """
 
     tile_heads: int
@@ -145,86 +137,34 @@ class TritonCall:
 
         tiling, cache = self.tiling, self.cache
         split_kernel[self.grid](
-            q,
-            cache.k[layer],
-            cache.v[layer],
-            cache.page_table,
-            self.kv_lens,
-            self.ancestors,
-            partial,
-            partial_lse,
-            self.scale_log2,
-            cache.v_scale,
-            self.q_len,
-            self.window,
-            self.num_row_tiles,
-            tiling.num_splits,
-            tiling.min_chunk,
-            *q.stride()[:3],
-            cache.page_table.stride(0),
-            cache.num_kv_heads * self.head_dim,
-            NUM_QO_HEADS=self.num_qo_heads,
-            GROUP_SIZE=self.num_qo_heads // cache.num_kv_heads,
-            TILE_HEADS=tiling.tile_heads,
-            TILE_ROWS=tiling.tile_rows,
-            HEAD_DIM=self.head_dim,
-            PAGE_SIZE=cache.page_size,
-            BLOCK_M=tiling.block_m,
-            BLOCK_N=tiling.block_n,
-            TREE=self.is_tree,
-            WINDOW=self.window > 0,
-            PRECISION=PRECISION[str(q.dtype).removeprefix("torch.")],
-            PDL=self.pdl,
-            num_warps=tiling.num_warps,
+            q, cache.k[layer], cache.v[layer], cache.page_table, self.kv_lens, self.ancestors, partial, partial_lse,
+            self.scale_log2, cache.v_scale, self.q_len, self.window, self.num_row_tiles, tiling.num_splits,
+            tiling.min_chunk, *q.stride()[:3], cache.page_table.stride(0), cache.num_kv_heads * self.head_dim,
+            NUM_QO_HEADS=self.num_qo_heads, GROUP_SIZE=self.num_qo_heads // cache.num_kv_heads,
+            TILE_HEADS=tiling.tile_heads, TILE_ROWS=tiling.tile_rows, HEAD_DIM=self.head_dim, PAGE_SIZE=cache.page_size,
+            BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, TREE=self.is_tree, WINDOW=self.window > 0,
+            PRECISION=PRECISION[str(q.dtype).removeprefix("torch.")], PDL=self.pdl, num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
-        )
+        )  # fmt: skip
 
     def _launch_overlapped(self, q: Tensor, layer: int, partial: Tensor, partial_lse: Tensor) -> None:
         from labkit.attention.gluon_split_kernel import overlapped_split_kernel
 
         tiling, cache = self.tiling, self.cache
         overlapped_split_kernel[self.grid](
-            q,
-            cache.k[layer],
-            cache.v[layer],
-            cache.page_table,
-            self.kv_lens,
-            partial,
-            partial_lse,
-            self.scale_log2,
-            cache.v_scale,
-            self.q_len,
-            self.num_row_tiles,
-            tiling.num_splits,
-            tiling.min_chunk,
-            *q.stride()[:3],
-            cache.page_table.stride(0),
-            NUM_QO_HEADS=self.num_qo_heads,
-            GROUP_SIZE=self.num_qo_heads // cache.num_kv_heads,
-            HEAD_DIM=self.head_dim,
-            PAGE_SIZE=cache.page_size,
-            BLOCK_M=tiling.block_m,
-            BLOCK_N=tiling.block_n,
-            STAGES=tiling.num_stages,
-            PDL=self.pdl,
-            num_warps=4,
-        )
+            q, cache.k[layer], cache.v[layer], cache.page_table, self.kv_lens, partial, partial_lse, self.scale_log2,
+            cache.v_scale, self.q_len, self.num_row_tiles, tiling.num_splits, tiling.min_chunk, *q.stride()[:3],
+            cache.page_table.stride(0), NUM_QO_HEADS=self.num_qo_heads,
+            GROUP_SIZE=self.num_qo_heads // cache.num_kv_heads, HEAD_DIM=self.head_dim, PAGE_SIZE=cache.page_size,
+            BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, STAGES=tiling.num_stages, PDL=self.pdl, num_warps=4,
+        )  # fmt: skip
 
     def _merge(self, out: Tensor, lse: Tensor | None) -> None:
         from labkit.attention.triton_split_kernel import merge_kernel
 
         splits = power_of_two(self.tiling.num_splits)
         merge_kernel[(self.num_rows,)](
-            self.partial,
-            self.partial_lse,
-            out,
-            self.partial_lse if lse is None else lse,
-            self.tiling.num_splits,
-            HEAD_DIM=self.head_dim,
-            SPLITS=splits,
-            BLOCK_S=min(MERGE_BLOCK_S, splits),
-            HAS_LSE=lse is not None,
-            PDL=self.pdl,
-            num_warps=MERGE_NUM_WARPS,
-            **({"launch_pdl": True} if self.pdl else {}),
-        )
+            self.partial, self.partial_lse, out, self.partial_lse if lse is None else lse, self.tiling.num_splits,
+            HEAD_DIM=self.head_dim, SPLITS=splits, BLOCK_S=min(MERGE_BLOCK_S, splits), HAS_LSE=lse is not None,
+            PDL=self.pdl, num_warps=MERGE_NUM_WARPS, **({"launch_pdl": True} if self.pdl else {}),
+        )  # fmt: skip

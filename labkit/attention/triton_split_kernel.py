@@ -19,39 +19,12 @@ LOG2E = tl.constexpr(1.4426950408889634)
 # Lengths and counts change from step to step: one compiled kernel serves them all.
 @triton.jit(do_not_specialize=["q_len", "window", "num_row_tiles", "num_splits", "min_chunk", "stride_table"])
 def split_kernel(
-    q,
-    k,
-    v,
-    page_table,
-    kv_lens,
-    ancestors,
-    partial,
-    partial_lse,
-    scale_log2,
-    v_scale,
-    q_len,
-    window,
-    num_row_tiles,
-    num_splits,
-    min_chunk,
-    stride_q_request,
-    stride_q_row,
-    stride_q_head,
-    stride_table,
-    stride_slot,
-    NUM_QO_HEADS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    TILE_HEADS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    TREE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    q, k, v, page_table, kv_lens, ancestors, partial, partial_lse, scale_log2, v_scale, q_len, window, num_row_tiles,
+    num_splits, min_chunk, stride_q_request, stride_q_row, stride_q_head, stride_table, stride_slot,
+    NUM_QO_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, TILE_HEADS: tl.constexpr, TILE_ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TREE: tl.constexpr,
+    WINDOW: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Grid (batch_size, num_qo_heads / TILE_HEADS * num_row_tiles, num_splits).
 
     `TILE_HEADS` query heads of one KV head (1, or the whole group) share a tile: its row r is draft token
@@ -143,17 +116,9 @@ def split_kernel(
 
 @triton.jit(do_not_specialize=["num_splits"])
 def merge_kernel(
-    partial,
-    partial_lse,
-    out,
-    lse,
-    num_splits,
-    HEAD_DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    HAS_LSE: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    partial, partial_lse, out, lse, num_splits, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
+    HAS_LSE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Grid (batch_size * q_len * num_qo_heads,): weigh the partial results of one row by their lse.
 
     `SPLITS` is the next power of two of `num_splits`; the splits are read `BLOCK_S` at a time. A row without a visible

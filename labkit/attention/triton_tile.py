@@ -77,26 +77,10 @@ def fold(
 
 @triton.jit
 def attend_edge(
-    acc,
-    top,
-    total,
-    q_tile,
-    k,
-    v,
-    offset,
-    first_token,
-    kv_len,
-    context_len,
-    last_visible,
-    ancestors,
-    window,
-    scale_log2,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    TREE: tl.constexpr,
-    WINDOW: tl.constexpr,
+    acc, top, total, q_tile, k, v, offset, first_token, kv_len, context_len, last_visible, ancestors, window,
+    scale_log2, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """Fold a tile of which some rows may not see every key.
 
     `k` and `v` point at the KV head, `offset` at the keys from there, `last_visible` holds the last key that each row

@@ -13,72 +13,46 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from labkit.accept import tree_rows
 from labkit.attention.api import AttentionSpec
-from labkit.drafting.checkpoint import Checkpoint, read_checkpoint
+from labkit.drafting.checkpoint import Checkpoint
+from labkit.drafting.head import Head, HeadDrafter
 from labkit.drafting.tree import TreeShape, grow_tree
 from labkit.errors import InputError
-from labkit.models.layers import Layers
 from labkit.shapes import MAX_Q_LEN
-from labkit.speculation import Draft, Request, sampling_probs, tree_rows
+from labkit.speculation import Draft, Request
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from labkit.kv_cache import PagedKVCache
-    from labkit.models.target import ModelTarget
-
-_CHUNK = 1024
 
 
-class AutoregressiveHead:
-    """The weights of a head beside its target, whose embedding (and head, where it has none) it borrows.
+_TREE_BACKEND = "sdpa_masked"
 
-    taps : layers of the target that it reads.
-    token_ids : int64 ``[draft vocabulary]``, the target's ids; None: the target's vocabulary.
-    """
+
+class AutoregressiveHead(Head):
+    """The weights of a head with one layer (or a few) that drafts token by token."""
 
     def __init__(self, checkpoint: Checkpoint):
-        target, config, shape = checkpoint.target, checkpoint.config, checkpoint.shape
-        self.name, self.taps, self.target, self.shape = checkpoint.name, checkpoint.taps, target, shape
+        config, width = checkpoint.config, checkpoint.shape.hidden_size
         self._is_mtp = checkpoint.layout == "mtp"
         self._norm_output = self._is_mtp or bool(config.get("norm_output", False))
         self._norm_before_residual = bool(config.get("norm_before_residual", False))
-        width, states = shape.hidden_size, len(self.taps) * target.shape.hidden_size
+        prefixes = ["layers.0."] if self._is_mtp else [f"layers.{i}." for i in range(checkpoint.shape.num_layers)]
         with torch.inference_mode():
-            self.layers = layers = Layers(
-                shape,
-                checkpoint,
-                ["layers.0."] if self._is_mtp else [f"layers.{i}." for i in range(shape.num_layers)],
-                dtype=target.dtype,
-                device=target.device,
-                rope_scaling=checkpoint.rope_scaling,
-                linear_backend=target.linear_backend,
-                qkv_width=None if self._is_mtp else 2 * width,
-            )
-            self._fc = layers.linear(
-                layers.load(checkpoint("fc.weight", (width, 2 * width if self._is_mtp else states)))
-            )
+            super().__init__(checkpoint, prefixes, qkv_width=None if self._is_mtp else 2 * width)
+            layers, target_width = self.layers, self.target.shape.hidden_size
+            states = 2 * width if self._is_mtp else len(self.taps) * target_width
+            self._fc = self._linear(checkpoint("fc.weight", (width, states)))
             norm = {name: layers.norm(checkpoint(f"{name}.weight", (width,))) for name in self._norms()}
             self._norm = layers.norm(checkpoint("norm.weight", (width,)))
             self._token_norm, self._state_norm = (norm.get("enorm") or layers.first_norm), norm[self._norms()[-1]]
-            self._load_tables(checkpoint)
+            self._head = self._output(checkpoint)
+            table = checkpoint.optional("embed_tokens.weight", (self.target.shape.vocab_size, width))
+            self._embedding = None if table is None else layers.load(table).to(layers.activation_dtype)
             self._load_tap_norms(checkpoint)
 
     def _norms(self) -> tuple[str, ...]:
         return ("enorm", "hnorm") if self._is_mtp else ("layers.0.hidden_norm",)
-
-    def _load_tables(self, checkpoint: Checkpoint) -> None:
-        layers, target, width = self.layers, self.target, self.shape.hidden_size
-        self.token_ids = checkpoint.vocabulary()
-        count = target.shape.vocab_size if self.token_ids is None else len(self.token_ids)
-        head = checkpoint.optional("lm_head.weight", (count, width))
-        if head is None and self.token_ids is not None:
-            head = target.head_weight[self.token_ids.to(target.device)]
-        self._head = None if head is None else layers.linear(layers.load(head))
-        table = checkpoint.optional("embed_tokens.weight", (target.shape.vocab_size, width))
-        self._embedding = None if table is None else layers.load(table).to(layers.activation_dtype)
-        if self.token_ids is not None:
-            self.token_ids = self.token_ids.to(target.device)
 
     def _load_tap_norms(self, checkpoint: Checkpoint) -> None:
         """Norms before the fusion: one per tap (fc_norm), or one over all of them (norm_before_fc)."""
@@ -128,52 +102,22 @@ class AutoregressiveHead:
         return self._head(normed.reshape(-1, normed.shape[-1])).float().view(*normed.shape[:-1], -1)
 
 
-class AutoregressiveDrafter:
-    """Drafts k tokens one by one with a head; the tokens that the last verify kept are fed first (draft extend).
+class AutoregressiveDrafter(HeadDrafter):
+    """Drafts k tokens one by one; those that the last verify kept are fed first (draft extend)."""
 
-    temperature : 0 drafts greedily; above 0 it samples, and the draft carries the distribution it sampled from.
-    min_confidence : stop before a token whose distribution has no probability of at least this; 0 drafts all k. What
-        decides is the distribution and not the token drawn from it, so sampling stays exact.
-    tree, tree_backend : draft trees of depth k instead of chains, always by probability, and their attention backend.
-    """
-
-    def __init__(
-        self,
-        head: AutoregressiveHead,
-        target: ModelTarget,
-        *,
-        backend: str = "sdpa",
-        temperature: float = 0.0,
-        min_confidence: float = 0.0,
-        tree: TreeShape | None = None,
-        tree_backend: str = "sdpa_masked",
-        generator: torch.Generator | None = None,
-    ):
-        self.name, self.head, self.target, self.backend = head.name, head, target, backend
-        self.temperature, self.min_confidence, self.generator = temperature, min_confidence, generator
-        self.tree, self.tree_backend = tree, tree_backend
-        self.num_draft_nodes = tree and tree.num_draft_nodes
-
-    @classmethod
-    def from_folder(cls, folder: str | Path, target: ModelTarget, **options: object) -> AutoregressiveDrafter:
-        """From a checkpoint in the EAGLE-3 or MTP layout. Raises InputError: as `read_checkpoint`."""
-        return cls(AutoregressiveHead(read_checkpoint(folder, target.decoder)), target, **options)  # type: ignore[arg-type]
+    _kind = AutoregressiveHead
 
     def start(self, requests: Sequence[Request]) -> None:
         """The head's own prefill over the prompts."""
-        room = min(self.target.cache.max_context_len, self.head.shape.max_context_len)
-        self._cache = self.head.layers.new_cache(len(requests), room + 64)
-        self._rows = {request.index: row for row, request in enumerate(requests)}
         self._verified = {request.index: len(request.token_ids) - 1 for request in requests}
-        with torch.inference_mode():
-            for row, request in enumerate(requests):
-                for start in range(0, len(request.token_ids) - 1, _CHUNK):
-                    stop = min(start + _CHUNK, len(request.token_ids) - 1)
-                    self._feed([request], self._cache.rows([row]), [start], stop - start)
+        super().start(requests)
+
+    def _prefill(self, request: Request, cache: PagedKVCache, start: int, num_tokens: int) -> None:
+        self._feed([request], cache, [start], num_tokens)
 
     def propose(self, requests: Sequence[Request], k: int) -> Draft:
         """Up to k tokens per request [batch_size, k]."""
-        k = min(k, self.head.shape.max_context_len - max(len(request.token_ids) for request in requests))
+        k = min(k, self._room(requests))
         if k < 1:
             return Draft.from_lists([[] for _ in requests])
         with torch.inference_mode():
@@ -191,7 +135,9 @@ class AutoregressiveDrafter:
                     if not confident.any():
                         break
                 lengths += confident
-                drafts.append(self._choose(logits, probs))
+                token, prob = self._choose(logits)
+                drafts.append(token[:, None])
+                probs += [] if prob is None else [prob]
                 if place + 1 < k:
                     states = self.head.step(drafts[-1], states[:, -1:], cache, backend=self.backend)
             if not drafts:
@@ -222,28 +168,13 @@ class AutoregressiveDrafter:
             masks, depths = tree_rows(parents)
             # Without the last token, which the cache holds: its bit, and its place in the depths.
             spec = AttentionSpec(tree=(masks[:, 1:] >> 1) & ((1 << tokens.shape[1]) - 1))
-            passed = self.head.step(
-                tokens, entered, cache, backend=self.tree_backend, spec=spec, depths=depths[:, 1:] - 1
-            )
+            passed = self.head.step(tokens, entered, cache, backend=_TREE_BACKEND, spec=spec, depths=depths[:, 1:] - 1)
             cache.truncate(ends)
             outputs = passed[:, -width:]
             return self.head.logits(outputs).log_softmax(dim=-1)
 
         first = self.head.logits(root[:, -1]).log_softmax(dim=-1)
         return grow_tree(shape, depth, first, expand, self.head.token_ids)
-
-    def _choose(self, logits: Tensor, probs: list[Tensor]) -> Tensor:
-        """One token of the target's vocabulary per request ``[batch_size, 1]``."""
-        ids = self.head.token_ids
-        if self.temperature == 0:
-            best = logits.argmax(dim=-1, keepdim=True)
-            return best if ids is None else ids[best]
-        drawn = sampling_probs(logits, temperature=self.temperature, top_p=1.0)
-        if ids is not None:
-            whole = drawn.new_zeros(len(drawn), self.head.target.shape.vocab_size)
-            drawn = whole.index_copy_(1, ids, drawn)
-        probs.append(drawn)
-        return torch.multinomial(drawn, 1, generator=self.generator)
 
     def _extend(self, requests: Sequence[Request]) -> tuple[PagedKVCache, Tensor]:
         """Feed the tokens verified since; the cache's view and the last entries' states ``[.., 1, hidden]``."""

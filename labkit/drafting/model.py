@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from labkit.speculation import Draft, Request, sampling_probs
+from labkit.drafting.head import choose
+from labkit.speculation import Draft, Request
 
 if TYPE_CHECKING:
     from labkit.models.decoder import Decoder
@@ -55,18 +56,14 @@ class ModelDrafter:
         probs: list[Tensor] = []
         for _ in range(k):
             logits = self.decoder.forward(tokens, cache, backend=self.backend, logits="last")[:, -1]
-            tokens = self._choose(logits, probs)
+            token, prob = choose(logits, self.temperature, self.generator)
+            tokens = token[:, None]
             drafts.append(tokens)
+            probs += [] if prob is None else [prob]
         token_ids = torch.cat(drafts, dim=1)
         for row, request, drafted in zip(rows, requests, token_ids.tolist(), strict=True):
             self._cached[row] = [*request.token_ids, *drafted[:-1]]
         return Draft(token_ids, [k] * len(requests), torch.stack(probs, dim=1) if probs else None)
-
-    def _choose(self, logits: Tensor, probs: list[Tensor]) -> Tensor:
-        if self.temperature == 0:
-            return logits.argmax(dim=-1, keepdim=True)
-        probs.append(sampling_probs(logits, temperature=self.temperature, top_p=1.0))
-        return torch.multinomial(probs[-1], 1, generator=self.generator)
 
     def _catch_up(self, request: Request, num_tokens: int) -> None:
         """Roll the cache back to what the request kept, then feed what it lacks up to ``num_tokens``."""

@@ -7,7 +7,7 @@ published head. ``+tree`` behind a head's name drafts trees, ``+confidence`` sto
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from labkit.errors import InputError
 from labkit.paths import DATA
@@ -79,24 +79,11 @@ def make_drafter(
     if folder is None or target is None:
         return NgramDrafter()
     option = split_name(name)[1]
-    tree = TreeShape(TREE_TOP_K, TREE_NODES) if option == "tree" else None
-    confidence = MIN_CONFIDENCE if option == "confidence" else 0.0
+    options: dict[str, Any] = {"temperature": temperature, "generator": generator}
+    options["tree"] = TreeShape(TREE_TOP_K, TREE_NODES) if option == "tree" else None
+    options["min_confidence"] = MIN_CONFIDENCE if option == "confidence" else 0.0
     checkpoint = read_checkpoint(folder, target.decoder)
     if checkpoint.layout == "dflash":
-        return BlockDrafter(
-            BlockHead(checkpoint),
-            target,
-            temperature=temperature,
-            min_confidence=confidence,
-            tree=tree,
-            generator=generator,
-        )
-    return AutoregressiveDrafter(
-        AutoregressiveHead(checkpoint),
-        target,
-        backend="triton_split" if target.decoder.device.type == "cuda" else "sdpa",
-        temperature=temperature,
-        min_confidence=confidence,
-        tree=tree,
-        generator=generator,
-    )
+        return BlockDrafter(BlockHead(checkpoint), target, **options)
+    backend = "triton_split" if target.decoder.device.type == "cuda" else "sdpa"
+    return AutoregressiveDrafter(AutoregressiveHead(checkpoint), target, backend=backend, **options)

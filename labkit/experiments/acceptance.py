@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 from labkit import workloads
 from labkit.acceptance import AcceptanceCounts
 from labkit.errors import InputError, Unsupported
-from labkit.experiments import common
+from labkit.experiments import common, places
 from labkit.sweep import RunResult
 
 if TYPE_CHECKING:
+    from labkit.accept import AcceptRule
     from labkit.models.target import ModelTarget
-    from labkit.speculation import AcceptRule, Drafter, Generation, Step
+    from labkit.speculation import Drafter, Generation, Step
 
 # context_len 0 = the prompt as it is; else it stands at the end of a context of that many tokens.
 PRESETS: dict[str, common.Axes] = {
@@ -184,18 +185,14 @@ def draft_with(point: dict[str, Any], target: ModelTarget) -> Drafter:
     from labkit.drafting.named import make_drafter
 
     generator = torch.Generator(common.device()).manual_seed(point["seed"] + 1)
-    return make_drafter(
-        point["drafter"],
-        common.draft_folder(point, point["drafter"]),
-        target,
-        temperature=point.get("temperature", 0.0),
-        generator=generator,
-    )
+    folder = places.draft_folder(point, point["drafter"])
+    options = {"temperature": point.get("temperature", 0.0), "generator": generator}
+    return make_drafter(point["drafter"], folder, target, **options)
 
 
 def prompt_tokens(point: dict[str, Any]) -> tuple[list[int], str]:
     """Token ids of a point's prompt inside a context of its ``context_len`` (0: as it is), and the text's digest."""
-    encode = common.tokenizer(common.model_source(point)).encode_chat
+    encode = common.tokenizer(places.model_source(point)).encode_chat
     prompt = _prompt(point, point["prompt_id"])
     if not point["context_len"]:
         return encode(list(prompt.messages)), prompt.digest
@@ -213,11 +210,11 @@ def _target(point: dict[str, Any], prompts: list[list[int]]) -> ModelTarget:
     """
     from labkit.models.target import ModelTarget
 
-    source = common.model_source(point)
+    source = places.model_source(point)
     decoder = common.decoder(source, point["weight_dtype"], common.device())
     room = -(-(max(map(len, prompts)) + point["max_new_tokens"]) // 512) * 512
     options: dict[str, Any] = {"max_context_len": min(room, decoder.shape.max_context_len)}
-    options |= {"verify_backend": point["verify_backend"], "taps": common.taps(point, decoder)}
+    options |= {"verify_backend": point["verify_backend"], "taps": places.taps(point, decoder)}
     if len(prompts) > 1:
         return ModelTarget(decoder, batch_size=len(prompts), **options)
     kept = _kept_targets(source, point["weight_dtype"], point["verify_backend"], point["workload"])
@@ -238,15 +235,10 @@ def _kept_targets(target: str, dtype: str, backend: str, workload: str) -> dict[
 def _generate(point: dict[str, Any], target: ModelTarget, prompts: list[list[int]]) -> list[Generation]:
     from labkit.speculation import speculate
 
-    return speculate(
-        target,
-        draft_with(point, target),
-        prompts,
-        num_speculative_tokens=point["num_speculative_tokens"],
-        max_new_tokens=point["max_new_tokens"],
-        accept=_rule(point),
-        stop_token_ids=common.tokenizer(common.model_source(point)).stop_token_ids,
-    )
+    stops = common.tokenizer(places.model_source(point)).stop_token_ids
+    limits = {name: point[name] for name in ("num_speculative_tokens", "max_new_tokens")}
+    options = limits | {"accept": _rule(point), "stop_token_ids": stops}
+    return speculate(target, draft_with(point, target), prompts, **options)
 
 
 def _rule(point: dict[str, Any]) -> AcceptRule:
@@ -254,7 +246,7 @@ def _rule(point: dict[str, Any]) -> AcceptRule:
 
     import torch
 
-    from labkit.speculation import accept_greedy, accept_sampling
+    from labkit.accept import accept_greedy, accept_sampling
 
     if point["temperature"] == 0:
         return accept_greedy
@@ -296,9 +288,9 @@ def _correct(point: dict[str, Any], prompt_id: str, output_ids: list[int]) -> in
     wanted = _prompt(point, prompt_id).answer
     if wanted is None:
         return None
-    text = common.tokenizer(common.model_source(point)).decode(output_ids, skip_special_tokens=True)
+    text = common.tokenizer(places.model_source(point)).decode(output_ids, skip_special_tokens=True)
     return int(workloads.final_number(text) == wanted)
 
 
 def _prompt(point: dict[str, Any], prompt_id: str) -> workloads.Prompt:
-    return next(prompt for prompt in workloads.load_prompts(common.prompt_source(point)) if prompt.id == prompt_id)
+    return next(prompt for prompt in workloads.load_prompts(places.prompt_source(point)) if prompt.id == prompt_id)

@@ -15,8 +15,7 @@ from labkit.errors import InputError, Unsupported
 from labkit.experiments import common
 from labkit.provenance import utc_now
 from labkit.quality import Limits
-from labkit.shapes import MAX_Q_LEN, AttentionShape, dtype_bytes, model_shape
-from labkit.sweep import RunResult
+from labkit.shapes import AttentionShape, dtype_bytes, model_shape
 
 PRESETS: dict[str, common.Axes] = {
     "cpu": {
@@ -64,46 +63,20 @@ PRESETS["full"] = PRESETS["gpu"] | {
     "q_len": [1, 8, 4, 16],
     "batch_size": [1, 4, 16],
 }
+_ONE_REQUEST: common.Axes = {"batch_size": [1], "q_len": [8, 1]}
+_OVER_CONTEXT = _ONE_REQUEST | {"model": ["64/8/128", "24/4/256"], "context_len": _CONTEXTS}
+_EVERY_PATH = [*_LIBRARIES, *_LADDER, *_ENGINES, "flashinfer_auto", "fa3_nosplit", "per_token"]
+_SDPA = ["triton_split", "sdpa", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "sdpa_math"]
+_SHORT: common.Axes = {"model": ["32/8/128"], "context_len": [200, 500, 1000, 2000]}
 _MORE_GRIDS: dict[str, list[common.Axes]] = {
     "full": [
-        {
-            "backend": [*_LIBRARIES, *_LADDER, *_ENGINES, "flashinfer_auto", "fa3_nosplit", "per_token"],
-            "model": ["64/8/128", "24/4/256"],
-            "context_len": _CONTEXTS,
-            "q_len": [8, 1],
-            "batch_size": [1],
-        },
-        {
-            "backend": _LIBRARIES,
-            "kv_dtype": ["float8_e4m3fn"],
-            "model": ["64/8/128", "24/4/256"],
-            "context_len": _CONTEXTS,
-            "q_len": [8, 1],
-            "batch_size": [1],
-        },
+        _OVER_CONTEXT | {"backend": _EVERY_PATH},
+        _OVER_CONTEXT | {"backend": _LIBRARIES, "kv_dtype": ["float8_e4m3fn"]},
         {"backend": _LIBRARIES, "context_len": _CONTEXTS, "q_len": [2, 32, 4, 16], "batch_size": [1]},
-        {
-            "backend": [*_LIBRARIES, "triton_nosplit", "triton_decode8"],
-            "model": ["32/8/128"],
-            "context_len": [200, 500, 1000, 2000],
-            "q_len": [8, 1],
-            "batch_size": [1],
-        },
-        {
-            "backend": _LIBRARIES,
-            "page_size": [64, 1],
-            "model": ["64/8/128"],
-            "q_len": [8, 1],
-            "batch_size": [1],
-        },
-        {
-            "backend": ["triton_split", "sdpa", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "sdpa_math"],
-            "page_order": ["sequential"],
-            "model": ["64/8/128"],
-            "context_len": [16384, 131072, 1024],
-            "q_len": [8, 1],
-            "batch_size": [1],
-        },
+        _ONE_REQUEST | _SHORT | {"backend": [*_LIBRARIES, "triton_nosplit", "triton_decode8"]},
+        _ONE_REQUEST | {"backend": _LIBRARIES, "page_size": [64, 1], "model": ["64/8/128"]},
+        _ONE_REQUEST
+        | {"backend": _SDPA, "page_order": ["sequential"], "model": ["64/8/128"], "context_len": [16384, 131072, 1024]},
     ]
 }
 PRESETS["ci"] = PRESETS["cpu"] | {"context_len": [512, 1024], "q_len": [1, 3], "num_rounds": [3], "max_repeats": [1]}
@@ -113,6 +86,7 @@ _CELL = (
     *("model", "batch_size", "page_size", "page_order", "q_dtype", "kv_dtype", "mask", "window", "shared_prefix_len"),
     *("l2_state", "launch_mode", "context_len", "q_len"),
 )
+_SHAPE = ("batch_size", "q_len", "context_len", "page_size", "q_dtype", "mask", "shared_prefix_len")  # of the cell
 _NAMES = {
     "l2_state": ("cold", "warm"),
     "launch_mode": ("eager", "graph"),
@@ -131,9 +105,8 @@ def points(preset: str, **axes: Sequence[Any]) -> list[dict[str, Any]]:
     Raises InputError for an unknown preset, axis, backend or model shape, or a context of 0.
     """
     found: list[dict[str, Any]] = []
-    for index, changes in enumerate([{}, *_MORE_GRIDS.get(preset, [])]):
-        grid = common.axes_of({preset: PRESETS.get(preset, {}) | changes} if changes else PRESETS, preset, axes)
-        found += _points_of_grid(grid, prefix=f"{index}:" if changes else "")
+    for prefix, grid in common.grids(PRESETS, _MORE_GRIDS, preset, axes):
+        found += _points_of_grid(grid, prefix)
     return found
 
 
@@ -143,10 +116,7 @@ def _points_of_grid(grid: common.Axes, prefix: str) -> list[dict[str, Any]]:
         common.check_names(axis, grid[axis], known)
     for model in grid["model"]:
         heads_of(model)
-    if 0 in grid["context_len"]:
-        raise InputError("context_len: wanted 1 or more, got 0")
-    if bad := [q_len for q_len in grid["q_len"] if q_len > MAX_Q_LEN]:
-        raise InputError(f"q_len: wanted 1 to {MAX_Q_LEN}, got {bad[0]}")
+    common.check_lengths(grid)
     fixed = {name: common.sole(grid, name) for name in _ONE_VALUE}
     found = []
     for values in product(*(grid[name] for name in _CELL)):
@@ -174,33 +144,19 @@ def heads_of(model: str) -> tuple[int, int, int]:
     return shape.num_qo_heads, shape.num_kv_heads, shape.head_dim
 
 
-def run(
-    preset: str = "cpu",
-    *,
-    out_dir: Path | None = None,
-    options: dict[str, Any] | None = None,
-    **axes: Sequence[Any],
-) -> RunResult:
-    """Measure a preset with some axes replaced. ``options`` go to `labkit.sweep.run_sweep` (resume, budget, ...)."""
-    return common.sweep("attention", points(preset, **axes), out_dir=out_dir, **(options or {}))
+run = common.runner("attention", points)
 
 
 def shape_of(point: dict[str, Any]) -> AttentionShape:
     """The attention shape of a point: the model's heads at the point's lengths."""
     num_qo_heads, num_kv_heads, head_dim = heads_of(point["model"])
     return AttentionShape(
-        batch_size=point["batch_size"],
-        q_len=point["q_len"],
-        context_len=point["context_len"],
+        **{name: point[name] for name in _SHAPE},
         num_qo_heads=num_qo_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        page_size=point["page_size"],
-        q_dtype=point["q_dtype"],
         kv_dtype=None if point["kv_dtype"] == "as q" else point["kv_dtype"],
-        mask=point["mask"],
         window=point["window"] or None,
-        shared_prefix_len=point["shared_prefix_len"],
     )
 
 
@@ -244,11 +200,8 @@ def measure(cell: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception
         for name, kernels in launched_kernels(calls).items():
             facts[name] |= _launched(facts[name], kernels)
     limits = Limits(first)
-    samples = sample_rounds(
-        calls, num_rounds=limits.num_rounds, max_rounds=limits.max_rounds, widest=limits.widest,
-        monitor=monitor(device), device=device, l2=first["l2_state"], graph=first["launch_mode"] == "graph",
-        seed=first["seed"],
-    )  # fmt: skip
+    how = {"monitor": monitor(device), "device": device, "seed": first["seed"], "l2": first["l2_state"]}
+    samples = sample_rounds(calls, graph=first["launch_mode"] == "graph", **how, **limits.of_rounds)
     for name in calls:
         rows = _rows([sample for sample in samples if sample["name"] == name], shape, facts[name])
         limits.mark(rows, "attention_ms")
@@ -286,25 +239,17 @@ def _facts(shape: AttentionShape, call: Any, error: float, plan_ms: float) -> di
     """What is the same in every sample of a backend: the shape, what really runs, how exact it was."""
     from labkit.attention.api import backend_digest
 
-    info = call.info
-    return {
+    info, known = call.info, ("num_programs", "num_splits", "kv_passes", "workspace_bytes")
+    stored = ("context_len_max", "num_qo_heads", "num_kv_heads", "head_dim", "kv_dtype", "window")
+    facts = {name: getattr(shape, name) for name in stored} | {name: info.get(name) for name in known}
+    return facts | {
         "backend_digest": backend_digest(call.backend),
         "resolved_kernel": info["resolved_kernel"],
         "phase": "decode" if shape.q_len == 1 else "verify",
-        "context_len_max": shape.context_len_max,
-        "num_qo_heads": shape.num_qo_heads,
-        "num_kv_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "kv_dtype": shape.kv_dtype,
         "mask": shape.mask if shape.window is None else "window",
-        "window": shape.window,
         "shared_prefix_len": shape.shared_prefix_len or None,
         "plan_ms": plan_ms,
         "kv_bytes_read": kv_bytes_read(shape),
-        "num_programs": info.get("num_programs"),
-        "num_splits": info.get("num_splits"),
-        "kv_passes": info.get("kv_passes"),
-        "workspace_bytes": info.get("workspace_bytes"),
         "error": error,
         "verified_at": utc_now(),
     }

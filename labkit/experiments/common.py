@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from labkit import workloads
 from labkit.errors import InputError
+from labkit.experiments.places import by_name
 from labkit.paths import RUNS
 from labkit.provenance import code_digest
 from labkit.shapes import MAX_Q_LEN, ModelShape, model_shape
@@ -57,6 +57,15 @@ def axes_of(presets: Mapping[str, Axes], preset: str, given: Mapping[str, Sequen
     return axes
 
 
+def grids(
+    presets: Mapping[str, Axes], more: Mapping[str, list[Axes]], preset: str, given: Mapping[str, Sequence[Any]]
+) -> Iterator[tuple[str, Axes]]:
+    """The grids of a preset, its own and then the changed ones in ``more``, each with a mark for its groups' names."""
+    yield "", axes_of(presets, preset, given)
+    for index, changes in enumerate(more.get(preset, []), start=1):
+        yield f"{index}:", axes_of({preset: presets[preset] | changes}, preset, given)
+
+
 def check_names(axis: str, values: Sequence[str], known: Sequence[str]) -> None:
     """Raise InputError for a value that is not among the known ones."""
     for value in values:
@@ -71,6 +80,14 @@ def check_backends(axis: str, values: Sequence[str]) -> None:
     check_names(axis, values, list(available_backends()))
 
 
+def check_lengths(axes: Axes) -> None:
+    """Raise InputError for a query length that no mask holds, or an empty context."""
+    if bad := [q_len for q_len in axes["q_len"] if q_len > MAX_Q_LEN]:
+        raise InputError(f"q_len: wanted 1 to {MAX_Q_LEN}, got {bad[0]}")
+    if 0 in axes["context_len"]:
+        raise InputError("context_len: wanted 1 or more, got 0")
+
+
 def check_draft_lengths(axes: Axes) -> None:
     """Raise InputError for a k outside 1..16."""
     if bad := [k for k in axes["num_speculative_tokens"] if not 1 <= k <= 16]:
@@ -82,57 +99,12 @@ def check_workloads(names: Sequence[str]) -> None:
     check_names("workload", [name for name in names if not name.endswith(".jsonl")], workloads.WORKLOADS)
 
 
-def prompt_source(point: Mapping[str, Any]) -> str:
-    """What to load a point's prompts from: its workload, or the file that its name stands for."""
-    return point.get("prompt_files", {}).get(point["workload"], point["workload"])
-
-
-def _name_workloads(points: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Points with prompt files called by their name and a digest of what they hold."""
-    files = {str(point["workload"]) for point in points if str(point.get("workload", "")).endswith(".jsonl")}
-    names = {file: f"{Path(file).stem}@{sha256(Path(file).read_bytes()).hexdigest()[:8]}" for file in files}
-    named = [
-        point | {"workload": names.get(point["workload"], point["workload"])} if names else point for point in points
-    ]
-    return named, {"prompt_files": {name: str(Path(file).resolve()) for file, name in names.items()}} if names else {}
-
-
 def check_drafters(axes: Axes) -> None:
     """Raise InputError for a drafter that is none, or has no head for the target."""
     from labkit.drafting.named import drafter_folder
 
     for name in axes["drafter"]:
         drafter_folder(name, str(sole(axes, "target")))
-
-
-def draft_folder(point: Mapping[str, Any], drafter: str) -> Path | None:
-    """Where the weights of a point's drafter lie on this machine; None: it has none."""
-    folder = point.get("draft_dirs", {}).get(drafter)
-    return Path(folder) if folder else None
-
-
-def taps(point: Mapping[str, Any], decoder: Decoder) -> list[int]:
-    """Layers of the target that any drafter of the run reads."""
-    from labkit.drafting.named import taps_of
-
-    return taps_of([Path(folder) for folder in point.get("draft_dirs", {}).values()], decoder)
-
-
-def _name_drafters(points: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Points with heads called by what their folders hold, and where those lie."""
-    from labkit.drafting.named import drafter_folder, split_name
-    from labkit.models.identity import model_identity
-
-    names: dict[str, str] = {}
-    folders: dict[str, str] = {}
-    for name, target in {(point["drafter"], point["target"]) for point in points if point.get("drafter")}:
-        folder, option = drafter_folder(name, target), split_name(name)[1]
-        names[name] = name
-        if folder is not None:
-            names[name] = model_identity(str(folder)) + (f"+{option}" if option else "")
-            folders[names[name]] = str(folder.resolve())
-    named = [point | {"drafter": names[point["drafter"]]} if point.get("drafter") else point for point in points]
-    return named, {"draft_dirs": folders} if folders else {}
 
 
 def sole(axes: Axes, name: str) -> Any:
@@ -206,11 +178,6 @@ def _check_prompts(points: Sequence[Mapping[str, Any]]) -> None:
             raise InputError(f"axis context_len: the shortest {workload} prompt has {least} tokens, got {shortest}")
 
 
-def model_source(point: Mapping[str, Any]) -> str:
-    """What to load for a point: its target by name, or the folder that its identity stands for."""
-    return point.get("model_dir") or point["target"]
-
-
 @lru_cache(maxsize=2)
 def decoder(name: str, dtype: str, device: str) -> Decoder:
     """The model of a point; the worker keeps it from point to point."""
@@ -241,15 +208,8 @@ def auto_preset() -> str:
 
 # Modules whose code decides what a number means: an edit starts a new run instead of mixing with the old.
 _MEASURING = (
-    "speculation.py",
-    "timing.py",
-    "quality.py",
-    "device_state.py",
-    "kv_cache.py",
-    "models",
-    "drafting",
-    "workloads.py",
-    "filler.py",
+    *("accept.py", "speculation.py", "timing.py", "quality.py", "device_state.py", "kv_cache.py", "models", "drafting"),
+    *("workloads.py", "filler.py"),
 )
 
 
@@ -267,19 +227,12 @@ def sweep(
 
     backend_file : registers attention backends, here and in the worker.
     """
-    from labkit.models.identity import model_identity
-
-    local: dict[str, Any] = {"backend_file": str(backend_file.resolve())} if backend_file else {}
-    # The drafters of whole forwards are made of the target; the others have weights of their own, known by content.
-    points, drafters = (points, {}) if experiment == "step" else _name_drafters(points)
-    if target := points[0].get("target"):
-        if not is_random(target) and "workload" in points[0]:
-            _check_prompts(points)
-        if (identity := model_identity(target)) != target:
-            local["model_dir"] = str(Path(target).resolve())
-            points = [point | {"target": identity} for point in points]
-    points, prompt_files = _name_workloads(points)
-    local |= drafters | prompt_files
+    target = points[0].get("target")
+    if target and not is_random(target) and "workload" in points[0]:
+        _check_prompts(points)
+    points, local = by_name(points, drafters=experiment != "step")
+    if backend_file:
+        local["backend_file"] = str(backend_file.resolve())
     return run_sweep(
         points,
         f"labkit.experiments.{experiment}:measure",
@@ -290,9 +243,26 @@ def sweep(
         calibrate=True,
         reuse=experiment == "attention",  # the other experiments' arms are only worth something interleaved
         backend_digest=_backend_digest,
-        code_digest=code_digest([*_MEASURING, f"experiments/{experiment}.py"]),
+        code_digest=code_digest([*_MEASURING, *_own_files(experiment)]),
         **options,
     )
+
+
+def _own_files(experiment: str) -> list[str]:
+    """``experiments/step.py`` and those whose names begin so, as `code_digest` takes them."""
+    return [f"experiments/{file.name}" for file in sorted(Path(__file__).parent.glob(f"{experiment}*.py"))]
+
+
+def runner(experiment: str, points: Callable[..., list[dict[str, Any]]]) -> Callable[..., RunResult]:
+    """The function ``run`` of an experiment."""
+
+    def run(
+        preset: str = "cpu", *, out_dir: Path | None = None, options: Mapping[str, Any] = {}, **axes: Sequence[Any]
+    ) -> RunResult:
+        """Measure a preset with some axes replaced. ``options`` go to `run_sweep` (resume, budget, ...)."""
+        return sweep(experiment, points(preset, **axes), out_dir=out_dir, **options)
+
+    return run
 
 
 def load_backends(point: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 from labkit.cost import kv_bytes_read
-from labkit.experiments import attention, common, step
+from labkit.experiments import attention, common, step_forwards
 from labkit.shapes import ModelShape
 
 # What one forward of a small model reaches end to end; a calibrated device does better, a busy one worse.
@@ -25,7 +25,7 @@ def memory_bytes(experiment: str, point: dict[str, Any]) -> float:
     if experiment == "attention":
         return 3.0 * kv_bytes_read(attention.shape_of(point))
     if experiment == "step":
-        return step.memory_bytes(point)
+        return step_forwards.memory_bytes(point)
     shape, dtype = _shape(point), point["weight_dtype"]
     cache = shape.kv_bytes_per_token(dtype) * (point["context_len"] + point.get("max_new_tokens", 64) + 512)
     return 1.5 * shape.weight_bytes(dtype) + cache * point.get("batch_size", 1)
@@ -70,7 +70,7 @@ def _loop_s(point: dict[str, Any]) -> float:
 
 
 def _step_s(point: dict[str, Any]) -> float:
-    shape = step.shape_of(point)
+    shape = step_forwards.shape_of(point)
     kv_bytes = point["batch_size"] * point["context_len"] * shape.kv_bytes_per_token("bfloat16")
     moved = shape.weight_bytes_read(point["weight_dtype"]) + kv_bytes
     rate = 2 * _GPU_BYTES_PER_S if point["launch_mode"] == "graph" else _BYTES_PER_S

@@ -61,17 +61,9 @@ def run_from_arguments(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         return _show_plan(arguments, points, module)
     with _executor(arguments) as executor:
-        result = common.sweep(
-            arguments.experiment,
-            points,
-            out_dir=arguments.out,
-            resume=not arguments.no_resume,
-            seed=arguments.seed,
-            executor=executor,
-            timeout_s=timeout_s,
-            budget_s=budget_s,
-            backend_file=arguments.backend_file,
-        )
+        options: dict[str, Any] = {"executor": executor, "timeout_s": timeout_s, "budget_s": budget_s}
+        options |= {"seed": arguments.seed, "resume": not arguments.no_resume, "backend_file": arguments.backend_file}
+        result = common.sweep(arguments.experiment, points, out_dir=arguments.out, **options)
     return _show_result(arguments, result)
 
 

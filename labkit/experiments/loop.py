@@ -11,23 +11,21 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from labkit import workloads
+from labkit.cost import attention_shape
 from labkit.device_state import monitor
 from labkit.errors import InputError, Unsupported
-from labkit.experiments import common
+from labkit.experiments import common, places
 from labkit.experiments.acceptance import draft_with, prompt_tokens
 from labkit.quality import Limits
-from labkit.shapes import AttentionShape, model_shape
-from labkit.sweep import RunResult
+from labkit.shapes import model_shape
 
 if TYPE_CHECKING:
     from labkit.models.decoder import Decoder
     from labkit.models.target import ModelTarget
     from labkit.speculation import Drafter, Generation
-    from labkit.timing import Clock
 
 PRESETS: dict[str, common.Axes] = {
     "cpu": {
@@ -95,9 +93,8 @@ def points(preset: str, **axes: Sequence[Any]) -> list[dict[str, Any]]:
     common.check_names("launch_mode", grid["launch_mode"], ("graph", "eager"))
     real = fixed["acceptance"] == "real"
     if real and fixed["launch_mode"] == "graph":
-        raise InputError(
-            "launch_mode graph: only costs (acceptance=none) are replayed; wanted eager with acceptance=real"
-        )
+        wanted = "only costs (acceptance=none) are replayed; wanted eager with acceptance=real"
+        raise InputError(f"launch_mode graph: {wanted}")
     if real and fixed["max_new_tokens"] < 2:
         raise InputError("axis max_new_tokens: wanted 2 or more (the prefill yields the first), got 1")
     steps = fixed["steps_per_round"] + 2 + max(grid["num_speculative_tokens"])
@@ -127,11 +124,7 @@ def _places(grid: common.Axes) -> Iterator[dict[str, Any]]:
                     yield place | {"prompt_id": prompt.id}
 
 
-def run(
-    preset: str = "cpu", *, out_dir: Path | None = None, options: dict[str, Any] | None = None, **axes: Sequence[Any]
-) -> RunResult:
-    """Measure a preset with some axes replaced. ``options`` go to `labkit.sweep.run_sweep` (resume, budget, ...)."""
-    return common.sweep("loop", points(preset, **axes), out_dir=out_dir, **(options or {}))
+run = common.runner("loop", points)
 
 
 @dataclass
@@ -200,7 +193,7 @@ def _runs(index: int, point: dict[str, Any], target: ModelTarget) -> list[_Arm]:
 
 
 def _decoder(point: dict[str, Any]) -> Decoder:
-    return common.decoder(common.model_source(point), point["weight_dtype"], common.device())
+    return common.decoder(places.model_source(point), point["weight_dtype"], common.device())
 
 
 def _target(point: dict[str, Any], prompt_ids: list[int]) -> ModelTarget:
@@ -212,7 +205,7 @@ def _target(point: dict[str, Any], prompt_ids: list[int]) -> ModelTarget:
     new_tokens = point["max_new_tokens"] if point["acceptance"] == "real" else point["steps_per_round"] + 2
     room = min(len(prompt_ids) + new_tokens + 24, decoder.shape.max_context_len)
     options: dict[str, Any] = {"batch_size": point["batch_size"], "max_context_len": room, "verify_backend": "sdpa"}
-    options["taps"] = common.taps(point, decoder)
+    options["taps"] = places.taps(point, decoder)
     if point["acceptance"] == "real":
         return ModelTarget(decoder, **options)
     generator = torch.Generator(common.device()).manual_seed(point["seed"])
@@ -233,14 +226,12 @@ def _check_attention(point: dict[str, Any]) -> None:
 
     shape = _decoder(point).shape
     speculative = point["arm"] == "speculative"
-    checked = AttentionShape(
+    checked = attention_shape(
+        shape,
         batch_size=point["batch_size"],
         q_len=point["num_speculative_tokens"] + 1 if speculative else 1,
         context_len=point["context_len"] or 256,
-        num_qo_heads=shape.num_qo_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        q_dtype=point["weight_dtype"],
+        weight_dtype=point["weight_dtype"],
     )
     name = point["verify_backend"] if speculative else point["decode_backend"]
     if speculative and split_name(point["drafter"])[1] == "tree":
@@ -253,8 +244,10 @@ def _check_attention(point: dict[str, Any]) -> None:
 
 def _rows(arm: _Arm, target: ModelTarget, prompts: list[list[int]], round_index: int) -> list[dict[str, Any]]:
     """One turn of an arm: a short run of the loop, its steps as rows."""
+    from labkit.accept import accept_forced, accept_greedy
     from labkit.drafting.forced import ForcedDrafter
-    from labkit.speculation import accept_forced, accept_greedy, speculate
+    from labkit.speculation import speculate
+    from labkit.timing import EventClock, HostClock
 
     point, real = arm.point, arm.point["acceptance"] == "real"
     target.verify_backend = point.get("verify_backend") or target.verify_backend
@@ -270,8 +263,8 @@ def _rows(arm: _Arm, target: ModelTarget, prompts: list[list[int]], round_index:
         max_new_tokens=point["max_new_tokens"] if real else 1 + num_steps + k,  # no draft of a cost run is cut short
         max_steps=None if real else num_steps,
         accept=accept_forced if isinstance(arm.drafter, ForcedDrafter) else accept_greedy,
-        clock=_clock(),
-        stop_token_ids=common.tokenizer(common.model_source(point)).stop_token_ids if real else (),
+        clock=EventClock() if common.device() == "cuda" else HostClock(),
+        stop_token_ids=common.tokenizer(places.model_source(point)).stop_token_ids if real else (),
     )
     return [
         _step_row(arm, generations, position, round_index) | {"draft_prefill_ms": started.start_ms if started else None}
@@ -308,9 +301,3 @@ class _TimedStart:
         begin = time.perf_counter()
         self._inner.start(requests)
         self.start_ms = (time.perf_counter() - begin) * 1e3
-
-
-def _clock() -> Clock:
-    from labkit.timing import EventClock, HostClock
-
-    return EventClock() if common.device() == "cuda" else HostClock()

@@ -6,26 +6,20 @@ interleaved; on a GPU each forward is one CUDA graph, sampling included.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, lru_cache
 from itertools import product
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from labkit.cost import attention_shape, kv_bytes_read
+from labkit.cost import kv_bytes_read
 from labkit.device_state import monitor
-from labkit.errors import InputError, Unsupported, WrongResult
+from labkit.errors import InputError, Unsupported
 from labkit.experiments import common
+from labkit.experiments.step_forwards import Forwards, call_shape, check_memory, kv_dtype_of
 from labkit.quality import Limits
-from labkit.shapes import MAX_Q_LEN, ModelShape
-from labkit.sweep import RunResult
 
 if TYPE_CHECKING:
-    from labkit.kv_cache import PagedKVCache
     from labkit.models.decoder import Decoder
-    from labkit.models.static_forward import StaticForward
 
 PRESETS: dict[str, common.Axes] = {
     "cpu": {
@@ -61,24 +55,15 @@ PRESETS["full"] = PRESETS["gpu"] | {
     "drafter": ["none", "one layer"],
     "context_len": _CONTEXTS,
 }
+_THREE = ["triton_split", "fa3", "triton_nosplit"]
 _LLAMA: common.Axes = {"target": ["random:llama-3-8b"], "drafter": ["none"]}
 _MORE_GRIDS: dict[str, list[common.Axes]] = {
     "full": [
         _LLAMA | {"context_len": _CONTEXTS[:3], "q_len": [1, 2, 4, 6, 8, 12, 16]},
         _LLAMA | {"context_len": [65536, 16384, 1024, 8192, 4096], "q_len": [1, 4, 8, 16]},
         {"kv_dtype": ["float8_e4m3fn"], "backend": ["triton_split", "flashinfer_fa2"], "drafter": ["none"]},
-        _LLAMA
-        | {
-            "context_len": [16384, 2048, 65536],
-            "batch_size": [4, 16],
-            "backend": ["triton_split", "fa3", "triton_nosplit"],
-        },
-        {
-            "target": ["random:qwen3-32b"],
-            "drafter": ["none"],
-            "context_len": [131072, 2048, 16384],
-            "backend": ["triton_split", "fa3", "triton_nosplit"],
-        },
+        _LLAMA | {"context_len": [16384, 2048, 65536], "batch_size": [4, 16], "backend": _THREE},
+        _LLAMA | {"target": ["random:qwen3-32b"], "context_len": [131072, 2048, 16384], "backend": _THREE},
         _LLAMA | {"backend": ["triton_split"], "context_len": [2048, 131072], "q_len": [1, 8], "energy_s": [2]},
         _LLAMA
         | {
@@ -109,9 +94,6 @@ _CELL = ("target", "weight_dtype", "kv_dtype", "batch_size", "context_len", "sha
 _DRAFTERS = ("none", "one layer")
 _WEIGHT_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
 _KV_DTYPES = ("as activations", "float8_e4m3fn")
-_MAX_ERROR = 0.1  # of the logits between attention backends, after tens of layers in 16 bits
-_PAGE_SIZE = 16
-_WORKSPACE_BYTES = 6 << 30  # scratch of the backends, of the oracle and of drawing the weights
 
 
 def points(preset: str, **axes: Sequence[Any]) -> list[dict[str, Any]]:
@@ -120,9 +102,8 @@ def points(preset: str, **axes: Sequence[Any]) -> list[dict[str, Any]]:
     Raises InputError for an unknown preset, axis, backend, target, drafter or dtype, or a context of 0.
     """
     found: list[dict[str, Any]] = []
-    for index, changes in enumerate([{}, *_MORE_GRIDS.get(preset, [])]):
-        presets = {preset: PRESETS.get(preset, {}) | changes} if changes else PRESETS
-        found += _points_of_grid(common.axes_of(presets, preset, axes), prefix=f"{index}:" if changes else "")
+    for prefix, grid in common.grids(PRESETS, _MORE_GRIDS, preset, axes):
+        found += _points_of_grid(grid, prefix)
     return found
 
 
@@ -131,10 +112,7 @@ def _points_of_grid(grid: common.Axes, prefix: str) -> list[dict[str, Any]]:
     known = {"drafter": _DRAFTERS, "weight_dtype": _WEIGHT_DTYPES, "kv_dtype": _KV_DTYPES}
     for axis, names in (known | {"launch_mode": ("graph", "eager")}).items():
         common.check_names(axis, grid[axis], names)
-    if bad := [q_len for q_len in grid["q_len"] if q_len > MAX_Q_LEN]:
-        raise InputError(f"q_len: wanted 1 to {MAX_Q_LEN}, got {bad[0]}")
-    if 0 in grid["context_len"]:
-        raise InputError("context_len: wanted 1 or more, got 0")
+    common.check_lengths(grid)
     for target in grid["target"]:
         shape = common.target_shape(target)
         longest = max(grid["context_len"]) + max(grid["q_len"])
@@ -153,38 +131,7 @@ def _points_of_grid(grid: common.Axes, prefix: str) -> list[dict[str, Any]]:
     return found
 
 
-def run(
-    preset: str = "cpu", *, out_dir: Path | None = None, options: dict[str, Any] | None = None, **axes: Sequence[Any]
-) -> RunResult:
-    """Measure a preset with some axes replaced. ``options`` go to `labkit.sweep.run_sweep` (resume, budget, ...)."""
-    return common.sweep("step", points(preset, **axes), out_dir=out_dir, **(options or {}))
-
-
-def shape_of(point: dict[str, Any]) -> ModelShape:
-    """The model of a forward: the target, or a drafter of one full-attention layer with the target's output head."""
-    shape = common.target_shape(point["target"])
-    if point["drafter"] != "none":
-        shape = replace(shape, name=f"{shape.name}, one layer", num_layers=1, full_attention_interval=1)
-    return shape
-
-
-def memory_bytes(point: dict[str, Any]) -> float:
-    """Weights, cache, states and logits of a forward of this point; what a backend needs for itself is not counted."""
-    shape, kv_dtype = shape_of(point), _kv_dtype(point)
-    own = point["context_len"] - point["shared_prefix_len"]
-    tokens = point["shared_prefix_len"] + point["batch_size"] * (own + MAX_Q_LEN)
-    cache = tokens * shape.kv_bytes_per_token(kv_dtype)
-    states = point["batch_size"] * point["q_len"] * shape.delta_state_bytes
-    rows = point["batch_size"] * point["q_len"]
-    return shape.weight_bytes(point["weight_dtype"]) + cache + states + 8 * rows * shape.vocab_size
-
-
-def _activation_dtype(point: dict[str, Any]) -> str:
-    return "bfloat16" if point["weight_dtype"] == "float8_e4m3fn" else point["weight_dtype"]
-
-
-def _kv_dtype(point: dict[str, Any]) -> str:
-    return _activation_dtype(point) if point["kv_dtype"] == "as activations" else point["kv_dtype"]
+run = common.runner("step", points)
 
 
 def measure(cell: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception]:
@@ -202,8 +149,8 @@ def measure(cell: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception
     for drafter in dict.fromkeys(point["drafter"] for point in cell):
         members = [index for index, point in enumerate(cell) if point["drafter"] == drafter]
         try:
-            _check_memory([cell[index] for index in members], device)
-            maker = _Forwards([cell[index] for index in members], device)
+            check_memory([cell[index] for index in members], device)
+            maker = Forwards([cell[index] for index in members], device)
         except Exception as error:  # handed to the sweep, which stores it as the status of these points
             for index in members:
                 results[index] = error
@@ -220,10 +167,8 @@ def measure(cell: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception
         for name, parts in anatomy(calls).items():
             facts[name] |= parts
     limits = Limits(first)
-    timed = sample_rounds(
-        calls, num_rounds=limits.num_rounds, max_rounds=limits.max_rounds, widest=limits.widest,
-        monitor=monitor(device), device=device, l2="warm", seed=first["seed"],
-    )  # fmt: skip
+    how = {"monitor": monitor(device), "device": device, "seed": first["seed"]}
+    timed = sample_rounds(calls, l2="warm", **how, **limits.of_rounds)
     for name, call in calls.items():
         fact = facts[name] | _energy(call, first["energy_s"], device)
         own = [sample for sample in timed if sample["name"] == name]
@@ -235,159 +180,17 @@ def measure(cell: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception
     return results
 
 
-def _check_memory(points: list[dict[str, Any]], device: str) -> None:
-    """Raise MemoryError (status oom) where the largest of these forwards cannot fit: computed, not tried."""
-    if device == "cpu":
-        return
-    import gc
-
-    import torch
-
-    _models(*_model_key(points[0]))  # drops the models of another target
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    needed = max(memory_bytes(point) for point in points) + _WORKSPACE_BYTES
-    total = torch.cuda.get_device_properties(device).total_memory
-    if needed > total:
-        raise MemoryError(f"needs {needed / 1e9:.1f} GB, the device has {total / 1e9:.1f} GB; computed, not tried")
-
-
-def _model_key(point: dict[str, Any]) -> tuple[str, str]:
-    return common.model_source(point), point["weight_dtype"]
-
-
-@lru_cache(maxsize=1)
-def _models(source: str, weight_dtype: str) -> dict[str, Decoder]:
-    """Decoders of the present target by drafter, filled by `_decoder`; the worker keeps them from cell to cell."""
-    return {}
-
-
-def _decoder(point: dict[str, Any], device: str) -> Decoder:
-    held = _models(*_model_key(point))
-    if point["drafter"] not in held:
-        from labkit.models.weights import load_model
-
-        source: Any = shape_of(point) if common.is_random(point["target"]) else common.model_source(point)
-        options = {"linear_backend": "torch.linear"} if point["launch_mode"] == "graph" else {}
-        held[point["drafter"]] = load_model(
-            source, dtype=_activation_dtype(point), device=device, seed=point["seed"],
-            float8=point["weight_dtype"] == "float8_e4m3fn", **options,
-        )  # fmt: skip
-    return held[point["drafter"]]
-
-
-class _Forwards:
-    """The forwards of one model over one filled cache, each compared with the first before it may be timed."""
-
-    def __init__(self, points: list[dict[str, Any]], device: str):
-        import torch
-
-        from labkit.models.gated_delta import DeltaState
-
-        first, self._device = points[0], device
-        self.decoder = _decoder(first, device)
-        generator = torch.Generator(device).manual_seed(first["seed"])
-        longest = max(point["q_len"] for point in points)
-        self._cache: PagedKVCache = self.decoder.new_cache(
-            first["batch_size"], first["context_len"] + longest, kv_dtype=_kv_dtype(first), page_size=_PAGE_SIZE,
-            page_order="permuted" if device != "cpu" else "sequential", generator=generator,
-        )  # fmt: skip
-        if first["shared_prefix_len"]:
-            self._cache.share_prefix(first["shared_prefix_len"])
-        self._cache.fill_random(first["context_len"], generator)
-        self._tokens = torch.randint(
-            self.decoder.shape.vocab_size, (first["batch_size"], longest), generator=generator, device=device
-        )
-        shape = self.decoder.shape
-        self._states = None
-        if shape.num_delta_layers:
-            self._states = DeltaState(shape, first["batch_size"], longest, self.decoder.activation_dtype, device)
-        self._first_logits: Any = None
-
-    def make(self, point: dict[str, Any]) -> Callable[[], object]:
-        """A call that runs the forward; the cache's lengths stay as they are."""
-        _check_attention(point, self.decoder.shape, self._device)
-        call = self._eager(point) if point["launch_mode"] == "eager" else self._captured(point)
-        return call
-
-    def _eager(self, point: dict[str, Any]) -> Callable[[], object]:
-        tokens, context_len = self._tokens[:, : point["q_len"]], point["context_len"]
-
-        def call() -> Any:
-            logits = self.decoder.forward(tokens, self._cache, backend=point["backend"])
-            self._cache.truncate(context_len)
-            return logits.argmax(-1), logits
-
-        self._compare(point, call()[1])
-        return call
-
-    def _captured(self, point: dict[str, Any]) -> Callable[[], object]:
-        import torch
-
-        from labkit.models.static_forward import StaticForward
-
-        forward: StaticForward = StaticForward(
-            self.decoder, self._cache, q_len=point["q_len"], backend=point["backend"], delta_state=self._states,
-            pdl=torch.cuda.get_device_capability() >= (9, 0),
-        )  # fmt: skip
-        forward.token_ids.copy_(self._tokens[:, : point["q_len"]])
-        forward.run()
-        self._compare(point, forward.logits)
-        forward.capture()
-        return forward.replay
-
-    def _compare(self, point: dict[str, Any], logits: Any) -> None:
-        """The first token's logits depend neither on what follows nor on the backend; but a hybrid's states move on."""
-        root = logits[:, 0]
-        error = 0.0 if root.isfinite().all() else math.inf
-        if self._first_logits is None:
-            self._first_logits = root.clone()
-        elif self._states is None:
-            error = max(error, float((root - self._first_logits).abs().max() / self._first_logits.abs().max()))
-        if error > _MAX_ERROR:
-            what = "are not finite" if math.isinf(error) else f"differ from the first forward's by {error:.2g}"
-            raise WrongResult(f"backend {point['backend']!r}: logits of the first token {what}")
-
-
-def _check_attention(point: dict[str, Any], shape: ModelShape, device: str) -> None:
-    """The backend against the oracle at the shape about to be timed, one request; raises what is wrong."""
-    checked = (point["backend"], shape.num_qo_heads, shape.num_kv_heads, shape.head_dim, point["q_len"])
-    _check_once(*checked, point["context_len"], _activation_dtype(point), _kv_dtype(point), device)
-
-
-@cache
-def _check_once(
-    backend: str, num_qo_heads: int, num_kv_heads: int, head_dim: int, q_len: int, context_len: int, q_dtype: str,
-    kv_dtype: str, device: str,
-) -> None:  # fmt: skip
-    import torch
-
-    from labkit.attention.inputs import verify_backend
-    from labkit.shapes import AttentionShape
-
-    shape = AttentionShape(
-        1, q_len, context_len, num_qo_heads, num_kv_heads, head_dim, q_dtype=q_dtype, kv_dtype=kv_dtype
-    )
-    order = "permuted" if device != "cpu" else "sequential"
-    verify_backend(backend, shape, generator=torch.Generator(device).manual_seed(0), device=device, page_order=order)
-
-
 def _facts(point: dict[str, Any], decoder: Decoder) -> dict[str, Any]:
     """What is the same in every sample of a forward."""
     import torch
 
     shape, on_gpu = decoder.shape, decoder.device.type == "cuda"
-    call = attention_shape(
-        shape, batch_size=point["batch_size"], q_len=point["q_len"], context_len=point["context_len"],
-        weight_dtype=point["weight_dtype"], kv_dtype=_kv_dtype(point),
-    )  # fmt: skip
-    call = replace(call, shared_prefix_len=point["shared_prefix_len"])
+    call = replace(call_shape(point, shape, point["batch_size"]), shared_prefix_len=point["shared_prefix_len"])
     return {
         "origin": "measured",
         "drafter": None if point["drafter"] == "none" else point["drafter"],
         "linear_backend": "few_rows" if point["launch_mode"] == "graph" else decoder.linear_backend,
-        "kv_dtype": _kv_dtype(point),
+        "kv_dtype": kv_dtype_of(point),
         "num_gpus": 1 if on_gpu else None,
         "gap_ms": None,
         "weight_bytes_read": shape.weight_bytes_read(point["weight_dtype"]),

@@ -48,13 +48,10 @@ def try_backend(
     ``against`` is timed in the same rounds; ``assignments`` (``axis=v,..``, axes of `labkit run attention`) replace
     the defaults.
 
-    Returns
-    -------
-    dict
-        backend, against, device, read_gb_per_s (measured now), correct, num_right, unsupported (reason -> shapes),
-        faults (request, query_row, head, key_tile of each wrong shape) and cells: those of `cell_table` with the ratio
-        of time to that of ``against`` (same rounds, 95% interval), or why a cell has no time. A wrong backend is not
-        timed, one that nothing could be checked on is not correct.
+    Returns backend, against, device, read_gb_per_s (measured now), correct, num_right, unsupported (reason -> shapes),
+    faults (request, query_row, head, key_tile of each wrong shape) and cells: those of `cell_table` with the ratio of
+    time to that of ``against`` (same rounds, 95% interval), or why a cell has no time. A wrong backend is not timed,
+    one that nothing could be checked on is not correct.
 
     Raises InputError for an unknown backend or axis or ``against`` itself, BackendUnavailable where one cannot run.
     """

@@ -13,7 +13,6 @@ from labkit.kv_cache import PagedKVCache
 from labkit.models.gated_delta import DeltaLayer
 from labkit.models.layers import Layers, Taps, TensorSource
 from labkit.models.linear import Linear, make_linear
-from labkit.models.rope import RopeScaling
 from labkit.shapes import ModelShape
 
 
@@ -21,8 +20,7 @@ class Decoder:
     """`Layers` between an embedding and an output head, which may be tied.
 
     name, shape, dtype, device : `dtype` is the name of the weights' dtype, which is also that of the caches it makes.
-    linear_backend : how the linear layers run: one of `labkit.models.linear.LINEAR_BACKENDS`.
-    float8 : store the layers' matrices as float8_e4m3fn with a scale per output; all else keeps `dtype`.
+    options : of `Layers`.
     head_weight, final_norm_weight : ``[vocab_size, hidden_size]`` and ``[hidden_size]``, for heads that borrow them.
     """
 
@@ -34,24 +32,13 @@ class Decoder:
         *,
         dtype: str,
         device: str | torch.device,
-        rope_scaling: RopeScaling | None = None,
-        linear_backend: str = "auto",
-        float8: bool = False,
+        **options: Any,
     ):
         self.name, self.shape, self.dtype, self.device = name, shape, dtype, torch.device(device)
-        self.float8 = float8
         with torch.inference_mode():
             table_shape = (shape.vocab_size, shape.hidden_size)
-            self._stack = stack = Layers(
-                shape,
-                source,
-                [f"model.layers.{i}." for i in range(shape.num_layers)],
-                dtype=dtype,
-                device=self.device,
-                rope_scaling=rope_scaling,
-                linear_backend=linear_backend,
-                float8=float8,
-            )
+            prefixes = [f"model.layers.{i}." for i in range(shape.num_layers)]
+            self._stack = stack = Layers(shape, source, prefixes, dtype=dtype, device=self.device, **options)
             self.layers, self.rope = stack.layers, stack.rope
             self.linear_backend, self.activation_dtype = stack.linear_backend, stack.activation_dtype
             self.embedding = stack.load(source("model.embed_tokens.weight", table_shape))
@@ -127,7 +114,7 @@ class Decoder:
         if logits not in ("all", "last"):
             raise ValueError(f"logits must be 'all' or 'last', got {logits!r}")
         with torch.inference_mode():
-            hidden = self._trunk(token_ids, cache, backend, spec, depths, taps)
+            hidden = self._trunk(token_ids, cache, backend=backend, spec=spec, depths=depths, taps=taps)
             result = self._logits(hidden if logits == "all" else hidden[:, -1:])
         return result.clone()  # an ordinary tensor: those made in inference mode refuse to be changed in place outside
 
@@ -161,7 +148,7 @@ class Decoder:
         with torch.inference_mode():
             for start, part in enumerate(tokens.split(chunk, dim=1)):
                 here = taps and Taps(taps.layers, taps.out[:, start * chunk : start * chunk + part.shape[1]])
-                hidden = self._trunk(part, row, backend, DEFAULT_SPEC, None, here)
+                hidden = self._trunk(part, row, backend=backend, taps=here)
             logits = self._logits(hidden[:, -1:])
         return logits[0, 0].clone()
 
@@ -174,21 +161,13 @@ class Decoder:
         if last > limit:
             raise ValueError(f"context_len + q_len must be at most {limit} for {self.name}, got {last}")
 
-    def _trunk(
-        self,
-        token_ids: Tensor,
-        cache: PagedKVCache,
-        backend: str,
-        spec: AttentionSpec,
-        depths: Tensor | None,
-        taps: Taps | None,
-    ) -> Tensor:
+    def _trunk(self, token_ids: Tensor, cache: PagedKVCache, *, taps: Taps | None, **options: Any) -> Tensor:
         """Hidden states before the final norm ``[batch_size, q_len, hidden_size]``."""
         if self.shape.num_delta_layers or self.shape.output_gate:
             raise Unsupported(f"{self.name}: a hybrid runs as a captured forward only (StaticForward)")
         self._check(token_ids, cache)
         hidden = self.embed(token_ids)
-        self._stack.run(hidden, cache, backend=backend, spec=spec, depths=depths, taps=taps)
+        self._stack.run(hidden, cache, taps=taps, **options)
         if taps is not None and self.shape.num_layers in taps.layers:
             taps.keep(self.shape.num_layers, self.final_norm(hidden.flatten(0, 1)))
         return hidden

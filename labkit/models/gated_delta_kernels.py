@@ -4,36 +4,22 @@
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from labkit.models.triton_ops import sum_splits
+from labkit.models.triton_ops import sum_splits, take_turn
 
 
 @triton.jit(do_not_specialize=["q_len"])
 def conv_kernel(
-    partial,
-    weight,
-    columns,
-    num_kept,
-    out,
-    row_stride,
-    split_stride,
-    q_len,
-    num_channels,
-    max_q_len,
-    BLOCK: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    partial, weight, columns, num_kept, out, row_stride, split_stride, q_len, num_channels, max_q_len,
+    BLOCK: tl.constexpr, NUM_SPLITS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Grid (batch_size, channels / BLOCK): depthwise convolution of width 4, then SiLU.
 
     `columns` ``[batch_size, 3 + max_q_len, channels]`` holds the raw inputs of the last step; its tokens
     ``num_kept .. num_kept + 3`` are the three before this step, so a rejection only moves `num_kept` ``[batch_size]``.
     They are moved to the front, and the new ones stored behind them. `out` is ``[batch_size * q_len, channels]``.
     """
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    take_turn(PDL)
     request = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = channel < num_channels
@@ -60,25 +46,10 @@ def conv_kernel(
 
 @triton.jit(do_not_specialize=["q_len"])
 def recurrence_kernel(
-    mixed,
-    partial,
-    log_rate,
-    time_bias,
-    states,
-    slot,
-    out,
-    row_stride,
-    split_stride,
-    beta_offset,
-    q_len,
-    num_slots,
-    NUM_K_HEADS: tl.constexpr,
-    NUM_V_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    mixed, partial, log_rate, time_bias, states, slot, out, row_stride, split_stride, beta_offset, q_len, num_slots,
+    NUM_K_HEADS: tl.constexpr, NUM_V_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_V: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Grid (batch_size, value heads, DIM / BLOCK_V): q tokens through the recurrence, each state kept.
 
     `states` is float32 ``[batch_size, num_slots, value heads, DIM (key), DIM (value)]``: the state is read from
@@ -86,9 +57,7 @@ def recurrence_kernel(
     holds q, k and v after the convolution ``[rows, (2 * NUM_K_HEADS + NUM_V_HEADS) * DIM]``; beta and the decay's input
     lie in `partial` from `beta_offset`. `log_rate` and `time_bias` are float32 ``[value heads]``.
     """
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    take_turn(PDL)
     request = tl.program_id(0)
     head = tl.program_id(1)
     key_head = head // (NUM_V_HEADS // NUM_K_HEADS)
@@ -122,23 +91,11 @@ def recurrence_kernel(
 
 @triton.jit
 def gated_norm_kernel(
-    value,
-    partial,
-    weight,
-    out,
-    row_stride,
-    gate_offset,
-    split_stride,
-    eps,
-    NUM_V_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    value, partial, weight, out, row_stride, gate_offset, split_stride, eps, NUM_V_HEADS: tl.constexpr,
+    DIM: tl.constexpr, NUM_SPLITS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Grid (rows, value heads): RMSNorm of each head of `value` (float32), times SiLU of its gate columns."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    take_turn(PDL)
     row = tl.program_id(0)
     head = tl.program_id(1)
     dim = tl.arange(0, DIM)

@@ -56,7 +56,9 @@ class Layers:
     Keys are cached with interleaved rotary pairs, so a cache belongs to this class and not to other implementations.
 
     prefixes : where the tensors of each layer stand in `source`.
+    linear_backend : how the linear layers run: one of `labkit.models.linear.LINEAR_BACKENDS`.
     qkv_width : input of the first layer's q, k and v; the hidden size when None.
+    float8 : store the layers' matrices as float8_e4m3fn with a scale per output; all else keeps `dtype`.
     """
 
     def __init__(
@@ -127,15 +129,9 @@ class Layers:
             qk_norm = self.norm(torch.cat([norms[x].expand(count, -1) for x, count in heads.items()]))
         if shape.output_gate:
             weights.append(get("self_attn.gate_proj.weight", q_width, hidden))
-        return AttentionLayer(
-            attention_norm=attention_norm,
-            qkv=self.linear(torch.cat(weights), bias),
-            qk_norm=qk_norm,
-            attention_out=self.linear(get("self_attn.o_proj.weight", hidden, q_width)),
-            mlp_norm=mlp_norm,
-            gate_up=gate_up,
-            down=down,
-        )
+        attention_out = self.linear(get("self_attn.o_proj.weight", hidden, q_width))
+        product = self.linear(torch.cat(weights), bias)
+        return AttentionLayer(attention_norm, product, qk_norm, attention_out, mlp_norm, gate_up, down)
 
     def new_cache(
         self, batch_size: int, max_context_len: int, *, kv_dtype: str | None = None, **options: Any
@@ -174,12 +170,10 @@ class Layers:
         qkv_input : ``[batch_size, q_len, qkv_width]`` in place of the first layer's normed input.
         """
         batch_size, q_len, width = hidden.shape
-        shape, dtype = self.shape, self.activation_dtype
+        dtype = self.activation_dtype
         flat = hidden.view(-1, width)
-        rotation = self._rotation(q_len, cache, depths)
-        rotated = torch.empty_like(rotation)
-        staged = self._staged(rotated, batch_size, q_len)
-        q, k, v = staged.split([shape.num_qo_heads, shape.num_kv_heads, shape.num_kv_heads], dim=2)
+        rotation, rotated, staged = self._staged(batch_size, q_len, cache, depths)
+        q, k, v = self._split(staged)
         attention = prepare(q, cache, backend=backend, spec=spec)
         attended = attention.out.view(batch_size * q_len, -1)
         for index, layer in enumerate(self.layers):
@@ -203,20 +197,29 @@ class Layers:
         The fused product makes q too, which is dropped.
         """
         batch_size, q_len, _ = states.shape
-        rotation = self._rotation(q_len, cache, None)
-        rotated = torch.empty_like(rotation)
-        staged = self._staged(rotated, batch_size, q_len)
-        _, k, v = staged.split([self.shape.num_qo_heads, self.shape.num_kv_heads, self.shape.num_kv_heads], dim=2)
+        rotation, rotated, staged = self._staged(batch_size, q_len, cache, None)
+        _, k, v = self._split(staged)
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, AttentionLayer)
             self._rotate(layer, states.flatten(0, 1), rotation, rotated, staged)
             cache.append(index, k, v)
         cache.advance(q_len)
 
-    def _staged(self, rotated: Tensor, batch_size: int, q_len: int) -> Tensor:
-        """Where q, k and v stand in the cache's dtype ``[batch_size, q_len, all heads, head_dim]``."""
+    def _staged(
+        self, batch_size: int, q_len: int, cache: PagedKVCache, depths: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What turns q, k and v, where they are turned, and where they stand in the cache's dtype.
+
+        The last is ``[batch_size, q_len, all heads, head_dim]``.
+        """
+        rotation = self._rotation(q_len, cache, depths)
+        rotated = torch.empty_like(rotation)
         heads = torch.view_as_real(rotated).view(batch_size, q_len, -1, self.shape.head_dim)
-        return heads if self.dtype == torch.float32 else torch.empty_like(heads, dtype=self.dtype)
+        staged = heads if self.dtype == torch.float32 else torch.empty_like(heads, dtype=self.dtype)
+        return rotation, rotated, staged
+
+    def _split(self, staged: Tensor) -> tuple[Tensor, ...]:
+        return staged.split([self.shape.num_qo_heads, self.shape.num_kv_heads, self.shape.num_kv_heads], dim=2)
 
     def _rotate(self, layer: AttentionLayer, x: Tensor, rotation: Tensor, rotated: Tensor, staged: Tensor) -> None:
         """q, k and v of ``[rows, qkv_width]``, normed and turned, into `staged`."""

@@ -4,9 +4,8 @@ Decode and verify read every weight once, so what counts is how near a layout co
 8 rows. That depends on the CPU, hence `choose_linear_backend` times the candidates.
 """
 
+import functools
 import hashlib
-import itertools
-import time
 from collections.abc import Callable
 
 import torch
@@ -17,6 +16,7 @@ from labkit.errors import BackendUnavailable, InputError
 from labkit.paths import cache_dir, write_whole
 from labkit.provenance import cpu_name
 from labkit.shapes import ModelShape
+from labkit.timing import sample_rounds
 
 Linear = Callable[[Tensor], Tensor]
 LINEAR_BACKENDS = ("torch.linear", "mkldnn-packed", "fbgemm-fp16", "fbgemm-fp16x2")
@@ -189,17 +189,18 @@ def _run_trial(names: list[str], sizes: list[tuple[int, int]], dtype: str) -> st
         for rows in _TRIAL_ROWS
         for width in {weight.shape[1] for weight in weights}
     }
-    best: dict[tuple[str, int], float] = {}
-    # Round 0 warms up: it creates primitives and touches pages.
-    for round_index in range(_TRIAL_ROUNDS + 1):
-        for name, rows in itertools.product(names, _TRIAL_ROWS):
-            start = time.perf_counter()
-            for layer, weight in zip(layers[name], weights, strict=True):
-                layer(inputs[name, rows, weight.shape[1]])
-            elapsed = time.perf_counter() - start
-            if round_index:
-                best[name, rows] = min(elapsed, best.get((name, rows), elapsed))
-    return min(names, key=lambda name: sum(best[name, rows] for rows in _TRIAL_ROWS))
+
+    def forward(name: str, rows: int) -> None:
+        for layer, weight in zip(layers[name], weights, strict=True):
+            layer(inputs[name, rows, weight.shape[1]])
+
+    calls: dict[str, Callable[[], object]] = {
+        f"{name} {rows}": functools.partial(forward, name, rows) for name in names for rows in _TRIAL_ROWS
+    }
+    # The warm-up creates primitives and touches pages.
+    samples = sample_rounds(calls, num_rounds=_TRIAL_ROUNDS, num_warmup=1, l2="warm")
+    best = {call: min(sample["ms"] for sample in samples if sample["name"] == call) for call in calls}
+    return min(names, key=lambda name: sum(best[f"{name} {rows}"] for rows in _TRIAL_ROWS))
 
 
 def _matrix_sizes(shape: ModelShape) -> list[tuple[int, int]]:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from labkit.accept import tree_rows
 from labkit.attention.api import AttentionSpec
 from labkit.errors import InputError
 from labkit.models.layers import Taps
-from labkit.speculation import Draft, Request, tree_rows
+from labkit.speculation import Draft, Request
 
 if TYPE_CHECKING:
     from labkit.kv_cache import PagedKVCache

@@ -13,6 +13,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
+def take_turn(PDL: tl.constexpr):
+    """Let the next kernel be launched, and wait until the one before has written what this one reads."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit
 def sum_splits(partial, offset, mask, split_stride, NUM_SPLITS: tl.constexpr):
     """Float32 sums of the parts of a matrix product at `offset`."""
     total = tl.load(partial + offset, mask=mask, other=0.0)
@@ -23,23 +31,10 @@ def sum_splits(partial, offset, mask, split_stride, NUM_SPLITS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def few_rows_kernel(
-    x,
-    weight,
-    scale,
-    partial,
-    num_rows,
-    n_size,
-    k_size,
-    k_per_split,
-    ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    EVEN: tl.constexpr,
-    EARLY: tl.constexpr,
-    PDL: tl.constexpr,
+    x, weight, scale, partial, num_rows, n_size, k_size, k_per_split, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, HAS_SCALE: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """Grid (N / BLOCK_N, num_splits): `x` ``[num_rows, K]`` times `weight` ``[N, K]`` transposed, into `partial`.
 
     The weights are the left operand, so that the few rows are the short side of the matrix instruction. `EVEN`: blocks
@@ -83,17 +78,9 @@ def few_rows_kernel(
 
 @triton.jit
 def add_norm_kernel(
-    hidden,
-    partial,
-    weight,
-    out,
-    width,
-    split_stride,
-    eps,
-    BLOCK: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    hidden, partial, weight, out, width, split_stride, eps, BLOCK: tl.constexpr, NUM_SPLITS: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Grid (rows,): add the sums of `partial` to `hidden` ``[rows, width]`` (not if NUM_SPLITS is 0), then RMSNorm."""
     if PDL:
         gdc_launch_dependents()
@@ -113,37 +100,17 @@ def add_norm_kernel(
 
 @triton.jit(do_not_specialize=["q_len", "table_stride"])
 def rope_append_kernel(
-    partial,
-    bias,
-    norm_weight,
-    turns,
-    context_lens,
-    page_table,
-    q_out,
-    k_cache,
-    v_cache,
-    split_stride,
-    row_stride,
-    q_len,
-    table_stride,
-    eps,
-    NUM_QO_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_NORM: tl.constexpr,
+    partial, bias, norm_weight, turns, context_lens, page_table, q_out, k_cache, v_cache, split_stride, row_stride,
+    q_len, table_stride, eps, NUM_QO_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, NUM_SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Grid (rows, heads of q, k and v): add up, bias, RMSNorm of q and k heads, rotate pairs, store q, append k and v.
 
     Pairs are (2i, 2i + 1). `turns` is float32 ``[positions, head_dim / 2, 2]``: cosine and sine. The K and V of request
     r go behind its ``context_lens[r]`` cached tokens.
     """
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    take_turn(PDL)
     row = tl.program_id(0)
     head = tl.program_id(1)
     half = tl.arange(0, HEAD_DIM // 2)
@@ -186,9 +153,7 @@ def silu_mul_kernel(
     partial, out, width, split_stride, BLOCK: tl.constexpr, NUM_SPLITS: tl.constexpr, PDL: tl.constexpr
 ):
     """Grid (rows, width / BLOCK): silu(gate) * up of `partial` ``[num_splits, rows, 2 * width]``, gate first."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    take_turn(PDL)
     row = tl.program_id(0)
     offset = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offset < width
@@ -199,20 +164,11 @@ def silu_mul_kernel(
 
 @triton.jit
 def gate_kernel(
-    value,
-    partial,
-    width,
-    row_stride,
-    gate_offset,
-    split_stride,
-    BLOCK: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    value, partial, width, row_stride, gate_offset, split_stride, BLOCK: tl.constexpr, NUM_SPLITS: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Grid (rows, width / BLOCK): `value` ``[rows, width]`` times sigmoid of the gate columns of `partial`."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    take_turn(PDL)
     row = tl.program_id(0)
     offset = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offset < width

@@ -35,16 +35,16 @@ from labkit.shapes import ModelShape
 from labkit.training import data, heads
 from labkit.training.checkpoints import BLOCK_SIZE, LAYOUTS, head_config, head_shape, write_head
 from labkit.training.evaluate import evaluate
+from labkit.training.losses import DRAFT_STEPS, Losses
 
+_SETTINGS = ("num_prompts", "max_new_tokens", "max_prompt_len", "num_steps", "tokens_per_batch", "draft_vocab_size")
 PRESETS: dict[str, dict[str, Any]] = {
-    "full": {"num_prompts": 24_000, "max_new_tokens": 320, "max_prompt_len": 700, "num_steps": 6000},
-    "smoke": {"num_prompts": 12, "max_new_tokens": 24, "max_prompt_len": 160, "num_steps": 3},
+    "full": dict(zip(_SETTINGS, (24_000, 320, 700, 6000, 16_384, 8192), strict=True)),
+    "smoke": dict(zip(_SETTINGS, (12, 24, 160, 3, 1024, 2048), strict=True)),
 }
-PRESETS["full"] |= {"tokens_per_batch": 16_384, "draft_vocab_size": 8192, "limit": None, "eval_tokens": 256}
-PRESETS["smoke"] |= {"tokens_per_batch": 1024, "draft_vocab_size": 2048, "limit": 1, "eval_tokens": 12}
-_DRAFT_STEPS, _STEP_WEIGHT, _BLOCK_DECAY = 5, 0.9, 4.0
+PRESETS["full"] |= {"limit": None, "eval_tokens": 256}
+PRESETS["smoke"] |= {"limit": 1, "eval_tokens": 12}
 _SAMPLED_SHARE, _TEMPERATURE, _LEARNING_RATE = 0.3, 0.8, 2e-3
-_MAX_ROWS = 12_288  # of a batch that the loss of one draft step is taken over
 _STAGES = (0.25, 0.5, 1.0)  # shares of the training after which heads are written and tried
 _GENERATION_SHARE = 0.35  # of the budget, at most
 _FINAL_RESERVE_S = 45.0  # of the budget, for the last stage's trial
@@ -62,18 +62,16 @@ class Head:
     accuracy: list[list[float]] = field(default_factory=list)
 
     @property
-    def net(self) -> heads.AutoregressiveNet | heads.BlockNet:
-        kind = heads.AutoregressiveNet if self.layout == "autoregressive" else heads.BlockNet
-        return kind(self.parameters, self.shape)
+    def net(self) -> heads.Net:
+        return heads.NETS[self.layout](self.parameters, self.shape)
 
 
 class Trainer:
     """Both heads, the target, and the text."""
 
     def __init__(self, arguments: argparse.Namespace, decoder: Decoder, tokenizer: Tokenizer):
-        self.settings: dict[str, Any] = PRESETS[arguments.preset] | {
-            name: value for name, value in vars(arguments).items() if name in PRESETS["full"] and value is not None
-        }
+        given = {name: getattr(arguments, name) for name in _SETTINGS if getattr(arguments, name) is not None}
+        self.settings: dict[str, Any] = PRESETS[arguments.preset] | given
         self.out, self.seed, self.model = arguments.out, arguments.seed, model_identity(arguments.model)
         self.max_mb: float | None = arguments.max_mb
         self.decoder, self.tokenizer = decoder, tokenizer
@@ -97,46 +95,34 @@ class Trainer:
     def make_text(self) -> None:
         """Prompts, answers, and the draft vocabulary: the tokens that answers hold most often, and the stop tokens."""
         settings, stops = self.settings, self.tokenizer.stop_token_ids
-        prompts = data.make_prompts(
-            self.decoder,
-            self.tokenizer,
-            settings["num_prompts"],
-            seed=self.seed,
-            max_prompt_len=settings["max_prompt_len"],
-            backend=self.backend,
-        )
+        same: dict[str, Any] = {"seed": self.seed, "backend": self.backend}
+        count, longest = settings["num_prompts"], settings["max_prompt_len"]
+        prompts = data.make_prompts(self.decoder, self.tokenizer, count, max_prompt_len=longest, **same)
         self.say(f"{len(prompts)} prompts, {sum(map(len, prompts))} tokens")
         answers = data.generate(
             self.decoder,
             prompts,
             max_new_tokens=settings["max_new_tokens"],
             stop_token_ids=stops,
-            backend=self.backend,
-            seed=self.seed,
             sampled_share=_SAMPLED_SHARE,
             temperature=_TEMPERATURE,
             deadline=self.start + _GENERATION_SHARE * self.budget_s,
+            **same,
         )
         self.answers = data.usable(answers)
         if not self.answers:
-            raise InputError(
-                f"--num-prompts: none of {len(answers)} answers has 16 tokens and varies; wanted more prompts"
-            )
+            found = f"none of {len(answers)} answers has 16 tokens and varies"
+            raise InputError(f"--num-prompts: {found}; wanted more prompts")
         tokens = torch.tensor([token for answer in self.answers for token in answer.output_ids])
         counts = torch.bincount(tokens, minlength=self.decoder.shape.vocab_size)
         counts[list(stops)] = counts.max() + 1
         size = min(settings["draft_vocab_size"], len(counts))
         self.vocabulary = counts.argsort(descending=True, stable=True)[:size].sort().values
         self.coverage = float(counts[self.vocabulary].sum() / counts.sum())
-        self.facts = {
-            "num_prompts": len(prompts),
-            "num_answers": len(answers),
-            "num_usable_answers": len(self.answers),
-            "num_answer_tokens": len(tokens),
-            "sampled_share": _SAMPLED_SHARE,
-            "sampled_temperature": _TEMPERATURE,
-            "generation_s": round(self.elapsed(), 1),
-        }
+        self.facts: dict[str, Any] = {"num_prompts": len(prompts), "num_answers": len(answers)}
+        self.facts |= {"num_usable_answers": len(self.answers), "num_answer_tokens": len(tokens)}
+        self.facts |= {"sampled_share": _SAMPLED_SHARE, "sampled_temperature": _TEMPERATURE}
+        self.facts["generation_s"] = round(self.elapsed(), 1)
         self.say(f"{len(self.answers)} of {len(answers)} answers kept, {len(tokens)} tokens")
 
     def make_heads(self) -> None:
@@ -144,15 +130,16 @@ class Trainer:
         target, size = self.decoder.shape, len(self.vocabulary)
         vocabulary = self.vocabulary.to(self.device)
         self.head_rows = self.decoder.head_weight[vocabulary].clone()
-        self.in_vocabulary = torch.zeros(target.vocab_size, dtype=torch.bool, device=self.device)
-        self.in_vocabulary[vocabulary] = True
+        in_vocabulary = torch.zeros(target.vocab_size, dtype=torch.bool, device=self.device)
+        in_vocabulary[vocabulary] = True
         self.mask_token_id = self.tokenizer.stop_token_ids[-1]
+        mask_embedding = self.decoder.embed(torch.tensor(self.mask_token_id, device=self.device)).clone()
+        self.losses = Losses(self.head_rows, in_vocabulary, mask_embedding, self.rng)
         self.heads = []
         for layout in LAYOUTS:
             generator = torch.Generator().manual_seed(self.seed)
             shape = head_shape(target, layout, len(self.taps), size, self.max_mb)
-            init = heads.init_autoregressive if layout == "autoregressive" else heads.init_block
-            initial = init(shape, len(self.taps), self.decoder.final_norm_weight.cpu(), generator)
+            initial = heads.INIT[layout](shape, len(self.taps), self.decoder.final_norm_weight.cpu(), generator)
             parameters = {name: value.to(self.device).requires_grad_() for name, value in initial.items()}
             optimizer = torch.optim.AdamW(parameters.values(), lr=_LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.01)
             self.heads.append(Head(layout, shape, parameters, optimizer))
@@ -182,9 +169,8 @@ class Trainer:
         lens = torch.tensor([len(text) for text in texts], device=self.device)
         window = max(max(len(answer.output_ids) for answer in answers) - 1, BLOCK_SIZE)
         hidden, taps = self.decoder.shape.hidden_size, (*self.taps, self.decoder.shape.num_layers)
-        out = torch.empty(
-            len(texts), width, len(taps) * hidden, dtype=self.decoder.activation_dtype, device=self.device
-        )
+        size = (len(texts), width, len(taps) * hidden)
+        out = torch.empty(size, dtype=self.decoder.activation_dtype, device=self.device)
         cache = self.decoder.new_cache(len(texts), width)
         self.decoder.forward(token_ids, cache, backend="sdpa", logits="last", taps=Taps(taps, out))
         embedded = self.decoder.embed(token_ids).clone()
@@ -198,57 +184,6 @@ class Trainer:
         states = (states.float() / self.state_sizes).to(final.dtype)
         return heads.Batch(token_ids, first, lens, embedded, states, teacher.to(final.dtype))
 
-    def loss(self, head: Head, batch: heads.Batch) -> tuple[Tensor, list[Tensor]]:
-        """The training loss, and the share of positions at which the head's best token is the target's, by step."""
-        if head.layout == "autoregressive":
-            return self._autoregressive_loss(head.net, batch)  # type: ignore[arg-type]
-        return self._block_loss(head.net, batch)  # type: ignore[arg-type]
-
-    def _predictable(self, batch: heads.Batch, places: Tensor) -> Tensor:
-        """Whether a token at these positions exists and is in the draft vocabulary, float32."""
-        tokens = batch.token_ids.gather(1, places.flatten(1).clamp(max=batch.token_ids.shape[1] - 1)).view(places.shape)
-        lens = batch.lens.view(-1, *[1] * (places.dim() - 1))
-        return ((places < lens) & self.in_vocabulary[tokens]).float()
-
-    def _rows(self, states: Tensor, teacher: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Loss over the rows that count, at most `_MAX_ROWS` of them, and whether the best token is the target's."""
-        rows = weight.flatten().nonzero()[:, 0]
-        if len(rows) > _MAX_ROWS:
-            rows = rows[:: -(-len(rows) // _MAX_ROWS)]
-        taught = teacher.flatten(0, -2)[rows]
-        logits = F.linear(states.flatten(0, -2)[rows], self.head_rows)
-        kept = weight.flatten()[rows]
-        return heads.soft_cross_entropy(logits, taught, kept), logits.detach().argmax(dim=-1) == taught.argmax(dim=-1)
-
-    def _autoregressive_loss(self, net: heads.AutoregressiveNet, batch: heads.Batch) -> tuple[Tensor, list[Tensor]]:
-        predictable = self._predictable(batch, batch.window + 2)
-        total, right = torch.zeros((), device=self.device), []
-        for step, states in enumerate(net.states(batch, _DRAFT_STEPS)):
-            weight = F.pad(predictable[:, step:], (step, 0))  # the first entries have no draft so long behind them
-            loss, agrees = self._rows(net.norm("norm", states), batch.teacher, weight)
-            total = total + _STEP_WEIGHT**step * loss
-            right.append(agrees.float().mean())
-        return total / sum(_STEP_WEIGHT**step for step in range(_DRAFT_STEPS)), right
-
-    def _block_loss(self, net: heads.BlockNet, batch: heads.Batch) -> tuple[Tensor, list[Tensor]]:
-        window = batch.teacher.shape[1]
-        num_blocks = max(1, window // 6)
-        # Anchors are drawn on the host: the same on every device.
-        shares = torch.tensor([[self.rng.random() for _ in range(num_blocks)] for _ in range(len(batch.first))])
-        places = (shares.to(self.device) * (batch.lens - batch.first - 2)[:, None].clamp(min=1)).long()
-        anchors = batch.first[:, None] + 1 + places
-        mask_embedding = self.decoder.embed(torch.tensor(self.mask_token_id, device=self.device)).clone()
-        states = net.states(batch, anchors, mask_embedding, BLOCK_SIZE)
-        rows = torch.arange(len(anchors), device=self.device)[:, None]
-        total, norm, right = torch.zeros((), device=self.device), 0.0, []
-        for step in range(1, BLOCK_SIZE):
-            teacher = batch.teacher[rows, (places + step - 1).clamp(max=window - 1)]
-            decay = math.exp(-(step - 1) / _BLOCK_DECAY)
-            loss, agrees = self._rows(states[:, :, step - 1], teacher, self._predictable(batch, anchors + step))
-            total, norm = total + decay * loss, norm + decay
-            right.append(agrees.float().mean())
-        return total / norm, right
-
     def train(self) -> None:
         """All steps, or as many as the budget allows; the learning rate falls with whichever is nearer its end."""
         num_steps, source, stages = self.settings["num_steps"], self.batches(), list(_STAGES)
@@ -261,12 +196,11 @@ class Trainer:
             step, answers = step + 1, next(source)
             batch = self.batch(answers)
             done = max(step / num_steps, (self.elapsed() - begin) / (end - begin))
-            rate = (
-                _LEARNING_RATE * min(1.0, step / 100) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(done, 1.0))))
-            )
+            falling = 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+            rate = _LEARNING_RATE * min(1.0, step / 100) * falling
             for head in self.heads:
                 with autocast:
-                    loss, right = self.loss(head, batch)
+                    loss, right = self.losses(head.net, batch)
                 head.optimizer.param_groups[0]["lr"] = rate
                 head.optimizer.zero_grad(set_to_none=True)
                 loss.backward()
@@ -290,18 +224,10 @@ class Trainer:
         if not final:
             limit, tokens = min(6, limit or 6), min(96, tokens)
         folders = {head.layout: self.folder(head) for head in self.heads}
-        found = evaluate(
-            self.decoder, self.tokenizer, folders, limit=limit, max_new_tokens=tokens, backend=self.backend
-        )
-        self.curve.append(
-            {
-                "step": step,
-                "num_trained_tokens": self.num_tokens,
-                "prompts_per_workload": limit or "all",
-                "max_new_tokens": tokens,
-                "held_out": found,
-            }
-        )
+        options = {"max_new_tokens": tokens, "backend": self.backend}
+        found = evaluate(self.decoder, self.tokenizer, folders, limit=limit, **options)
+        stage = {"step": step, "num_trained_tokens": self.num_tokens, "prompts_per_workload": limit or "all"}
+        self.curve.append(stage | {"max_new_tokens": tokens, "held_out": found})
         self._write(step)
         for name, groups in found.items():
             shown = {key: value["mean_acceptance_length"] for key, value in groups.items() if isinstance(value, dict)}
@@ -316,9 +242,8 @@ class Trainer:
         for head in self.heads:
             facts = {"draft_vocab_size": len(self.vocabulary), "mask_token_id": self.mask_token_id}
             config = head_config(head.shape, head.layout, target, self.taps, **facts)
-            write_head(
-                self.folder(head), head.parameters, config, self.vocabulary, self._card(head, step), self.state_sizes
-            )
+            what = (head.parameters, config, self.vocabulary, self._card(head, step), self.state_sizes)
+            write_head(self.folder(head), *what)
 
     def _card(self, head: Head, step: int) -> dict[str, Any]:
         return {
@@ -326,7 +251,7 @@ class Trainer:
             "layout": head.layout,
             "num_parameters": sum(value.numel() for value in head.parameters.values()),
             "seed": self.seed,
-            "settings": self.settings | {"learning_rate": _LEARNING_RATE, "draft_steps": _DRAFT_STEPS},
+            "settings": self.settings | {"learning_rate": _LEARNING_RATE, "draft_steps": DRAFT_STEPS},
             "data": self.facts
             | {
                 "prompts": "standard library and its reference text, templates, messages written by the target; "
@@ -359,14 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--backend", help="attention of generation and trials (default triton_split on a GPU)")
     parser.add_argument("--dtype", default=None, help="of the target (default bfloat16 on a GPU, else float32)")
-    for name in (
-        "num_prompts",
-        "max_new_tokens",
-        "max_prompt_len",
-        "num_steps",
-        "tokens_per_batch",
-        "draft_vocab_size",
-    ):
+    for name in _SETTINGS:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help="in place of the preset's")
     arguments = parser.parse_args(argv)
     try:

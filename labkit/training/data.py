@@ -15,14 +15,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from labkit.accept import sampling_probs
 from labkit.filler import filler_text
 from labkit.paths import REFERENCE
-from labkit.speculation import sampling_probs
 from labkit.workloads import SEPARATOR
 
 if TYPE_CHECKING:
@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from labkit.models.decoder import Decoder
     from labkit.models.tokenizer import Tokenizer
 
+_AGENT = "You work in a terminal. Say what you will do next, then one command."
+_CACHE_TOKENS, _MAX_ROWS = 1_200_000, 4096  # of the cache of a batch, at most
+_PREFILL_TOKENS = 32_768  # of a pass
+_MIN_TOKENS, _MAX_REPEATED = 16, 0.2  # of an answer that is learnt from
 # How often each kind is drawn. "self": the target writes the user's message too.
 _KINDS = {"self": 10, "write": 4, "edit": 5, "text": 3, "json": 2, "math": 2, "agent": 1, "long": 1}
 
@@ -60,9 +64,7 @@ def make_prompts(
             text = filler[start : start + size] + SEPARATOR + text
         messages = [{"role": "user", "content": text or "Hello"}]
         if kind == "agent":
-            messages.insert(
-                0, {"role": "system", "content": "You work in a terminal. Say what you will do next, then one command."}
-            )
+            messages.insert(0, {"role": "system", "content": _AGENT})
         ids = tokenizer.encode_chat(messages)
         limit = min(4096 if kind == "long" else max_prompt_len, decoder.shape.max_context_len // 2)
         if len(ids) <= limit:
@@ -150,8 +152,7 @@ def _arguments(node: ast.FunctionDef) -> list[str]:
     return [argument.arg for argument in node.args.args if argument.arg != "self"]
 
 
-@dataclass(frozen=True)
-class _Function:
+class _Function(NamedTuple):
     node: ast.FunctionDef
     source: str
 
@@ -191,34 +192,30 @@ def generate(
     seed: int,
     sampled_share: float = 0.0,
     temperature: float = 1.0,
-    top_p: float = 1.0,
-    cache_tokens: int = 1_200_000,
-    max_rows: int = 4096,
     deadline: float = float("inf"),
 ) -> list[Answer]:
     """Answers of the target in large batches, greedy but for a share of sampled ones. Prompts of like length share one.
 
-    cache_tokens, max_rows : what the cache of a batch holds at most.
     deadline : `time.monotonic` at which no further batch is begun; the rest is left out.
     """
     order = sorted((ids for ids in prompts if ids), key=len)
-    random.Random(seed).shuffle(blocks := list(_blocks(order, max_new_tokens, cache_tokens, max_rows)))
+    random.Random(seed).shuffle(blocks := list(_blocks(order, max_new_tokens)))
     generator = torch.Generator(decoder.device).manual_seed(seed)
     answers: list[Answer] = []
     for block in blocks:
         if time.monotonic() > deadline:
             break
-        answers += _generate_batch(
-            decoder, block, max_new_tokens, stop_token_ids, backend, sampled_share, temperature, top_p, generator
-        )
+        options = (max_new_tokens, stop_token_ids, backend, sampled_share, temperature, generator)
+        answers += _generate_batch(decoder, block, *options)
         print(f"  {len(answers)} answers", file=sys.stderr)
     return answers
 
 
-def _blocks(order: list[list[int]], max_new_tokens: int, cache_tokens: int, max_rows: int) -> Iterator[list[list[int]]]:
+def _blocks(order: list[list[int]], max_new_tokens: int) -> Iterator[list[list[int]]]:
+    """Prompts that the cache holds together."""
     block: list[list[int]] = []
     for ids in order:
-        if block and (len(block) == max_rows or (len(block) + 1) * (len(ids) + max_new_tokens) > cache_tokens):
+        if block and (len(block) == _MAX_ROWS or (len(block) + 1) * (len(ids) + max_new_tokens) > _CACHE_TOKENS):
             yield block
             block = []
         block.append(ids)
@@ -234,7 +231,6 @@ def _generate_batch(
     backend: str,
     sampled_share: float,
     temperature: float,
-    top_p: float,
     generator: torch.Generator,
 ) -> list[Answer]:
     device, count = decoder.device, len(prompts)
@@ -251,7 +247,7 @@ def _generate_batch(
         logits = decoder.forward(last, view, backend=backend, logits="last")[:, 0]
         token = logits.argmax(dim=-1)
         if sampled_share:
-            probs = sampling_probs(logits, temperature=temperature, top_p=top_p)
+            probs = sampling_probs(logits, temperature=temperature, top_p=1.0)
             drawn = torch.multinomial(probs, 1, generator=generator)[:, 0]
             token = torch.where(sampled[rows], drawn, token)
         output[rows, step] = token
@@ -263,15 +259,14 @@ def _generate_batch(
                 break
             rows, last = rows[kept], last[kept]
             view = cache.rows(rows.tolist())
-    return [
-        Answer(ids, _cut(row, stop_token_ids)) for ids, row in zip(prompts, output[:, :num_steps].tolist(), strict=True)
-    ]
+    rows_out = output[:, :num_steps].tolist()
+    return [Answer(ids, _cut(row, stop_token_ids)) for ids, row in zip(prompts, rows_out, strict=True)]
 
 
-def _prefill(decoder: Decoder, cache: PagedKVCache, prompts: list[list[int]], max_tokens: int = 32_768) -> Tensor:
+def _prefill(decoder: Decoder, cache: PagedKVCache, prompts: list[list[int]]) -> Tensor:
     """All but the last token of every prompt into the cache, padded in parts; the last tokens ``[batch_size, 1]``."""
     longest = max(map(len, prompts)) - 1
-    part = max(1, max_tokens // max(longest, 1))
+    part = max(1, _PREFILL_TOKENS // max(longest, 1))
     for start in range(0, len(prompts) if longest else 0, part):
         some = prompts[start : start + part]
         width = max(max(map(len, some)) - 1, 1)
@@ -288,11 +283,8 @@ def _cut(row: list[int], stop_token_ids: Sequence[int]) -> list[int]:
     return row[: end + 1]
 
 
-def usable(answers: Sequence[Answer], *, min_tokens: int = 16, max_repeated: float = 0.2) -> list[Answer]:
-    """Answers cut before they go in circles, those that are still long enough.
-
-    max_repeated : share of an answer's 4-grams that occurred in it before.
-    """
+def usable(answers: Sequence[Answer]) -> list[Answer]:
+    """Answers cut before over 20% of their 4-grams occurred in them before, those that still have 16 tokens."""
     kept = []
     for answer in answers:
         seen: set[tuple[int, ...]] = set()
@@ -301,8 +293,8 @@ def usable(answers: Sequence[Answer], *, min_tokens: int = 16, max_repeated: flo
             gram = tuple(answer.output_ids[last - 4 : last])
             repeated += gram in seen
             seen.add(gram)
-            if repeated <= max_repeated * (last - 3):
+            if repeated <= _MAX_REPEATED * (last - 3):
                 end = last
-        if end >= min_tokens:
+        if end >= _MIN_TOKENS:
             kept.append(Answer(answer.prompt_ids, answer.output_ids[:end]))
     return kept

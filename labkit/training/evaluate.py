@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from labkit.acceptance import AcceptanceCounts
 from labkit.drafting.autoregressive import AutoregressiveDrafter
 from labkit.drafting.block import BlockDrafter
+from labkit.drafting.named import taps_of
 from labkit.drafting.ngram import NgramDrafter
 from labkit.models.target import ModelTarget
 from labkit.speculation import Drafter, Generation, speculate
@@ -38,33 +39,20 @@ def evaluate(
     named = [(name, prompt) for name in WORKLOADS for prompt in load_prompts(name, limit)]
     prompts = [tokenizer.encode_chat(list(prompt.messages)) for _, prompt in named]
     room = max(map(len, prompts)) + max_new_tokens + max(DRAFT_LENGTHS.values()) + 2
-    taps = _taps(decoder, folders)
+    taps = taps_of(list(folders.values()), decoder)
     target = ModelTarget(decoder, batch_size=len(prompts), max_context_len=room, verify_backend=backend, taps=taps)
     drafters: dict[str, Drafter] = {"ngram": NgramDrafter()}
-    if "autoregressive" in folders:
-        drafters["autoregressive"] = AutoregressiveDrafter.from_folder(
-            folders["autoregressive"], target, backend=backend
-        )
-    if "block" in folders:
-        drafters["block"] = BlockDrafter.from_folder(folders["block"], target)
+    if folder := folders.get("autoregressive"):
+        drafters["autoregressive"] = AutoregressiveDrafter.from_folder(folder, target, backend=backend)
+    if folder := folders.get("block"):
+        drafters["block"] = BlockDrafter.from_folder(folder, target)
     found = {}
     for name, drafter in drafters.items():
         k = DRAFT_LENGTHS[name]
-        stops = tokenizer.stop_token_ids
-        options: dict[str, Any] = {
-            "num_speculative_tokens": k,
-            "max_new_tokens": max_new_tokens,
-            "stop_token_ids": stops,
-        }
-        generations = speculate(target, drafter, prompts, **options)
+        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stop_token_ids": tokenizer.stop_token_ids}
+        generations = speculate(target, drafter, prompts, num_speculative_tokens=k, **options)
         found[name] = {"num_speculative_tokens": k} | _summary([workload for workload, _ in named], generations, k)
     return found
-
-
-def _taps(decoder: Decoder, folders: dict[str, Path]) -> list[int]:
-    from labkit.drafting.checkpoint import read_checkpoint
-
-    return [tap for folder in folders.values() for tap in read_checkpoint(folder, decoder).taps]
 
 
 def _summary(names: Sequence[str], generations: Sequence[Generation], k: int) -> dict[str, Any]:

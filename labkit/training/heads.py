@@ -66,22 +66,25 @@ def _layer(prefix: str, shape: ModelShape, qkv_width: int, generator: torch.Gene
     return parameters | {f"{prefix}{name}.weight": torch.ones(width) for name, width in norms.items()}
 
 
-def init_autoregressive(shape: ModelShape, num_taps: int, final_norm: Tensor, generator: torch.Generator) -> Parameters:
-    """Seeded parameters in the EAGLE-3 layout; `final_norm` is the weight of the target's."""
+def _ends(shape: ModelShape, num_taps: int, final_norm: Tensor, generator: torch.Generator, prefix: str) -> Parameters:
+    """The fusion of the taps and the norms outside the layers; `final_norm` is the weight of the target's."""
     hidden = shape.hidden_size
-    parameters = _layer("midlayer.", shape, 2 * hidden, generator)
-    parameters |= {"midlayer.hidden_norm.weight": torch.ones(hidden), "norm.weight": 0.25 * final_norm.clone().float()}
-    return parameters | {"fc.weight": _random(generator, hidden, num_taps * hidden)}
+    norms = {f"{prefix}hidden_norm.weight": torch.ones(hidden), "norm.weight": 0.25 * final_norm.clone().float()}
+    return norms | {"fc.weight": _random(generator, hidden, num_taps * hidden)}
+
+
+def init_autoregressive(shape: ModelShape, num_taps: int, final_norm: Tensor, generator: torch.Generator) -> Parameters:
+    """Seeded parameters in the EAGLE-3 layout."""
+    layer = _layer("midlayer.", shape, 2 * shape.hidden_size, generator)
+    return layer | _ends(shape, num_taps, final_norm, generator, "midlayer.")
 
 
 def init_block(shape: ModelShape, num_taps: int, final_norm: Tensor, generator: torch.Generator) -> Parameters:
     """Seeded parameters in the DFlash layout."""
-    hidden = shape.hidden_size
     parameters: Parameters = {}
     for index in range(shape.num_layers):
-        parameters |= _layer(f"layers.{index}.", shape, hidden, generator)
-    parameters |= {"hidden_norm.weight": torch.ones(hidden), "norm.weight": 0.25 * final_norm.clone().float()}
-    return parameters | {"fc.weight": _random(generator, hidden, num_taps * hidden)}
+        parameters |= _layer(f"layers.{index}.", shape, shape.hidden_size, generator)
+    return parameters | _ends(shape, num_taps, final_norm, generator, "")
 
 
 class _Net:
@@ -162,11 +165,9 @@ class AutoregressiveNet(_Net):
             here = torch.cat([tokens_here, self.norm("midlayer.hidden_norm", state)], dim=-1)
             q, k, v = self.qkv("midlayer.", here, window)
             visible = positions[:, None] <= (window - step)[..., None]
-            attended = self._attend(
-                q, k_true, v_true, visible, [*keys, k] if step else [], [*values, v] if step else []
-            )
             if step:
                 keys, values = [*keys, k], [*values, v]
+            attended = self._attend(q, k_true, v_true, visible, keys, values)
             out = state + self.linear("midlayer.self_attn.o_proj", attended)
             found.append(self.mlp("midlayer.", out))
         return found
@@ -225,3 +226,9 @@ def soft_cross_entropy(logits: Tensor, teacher: Tensor, weight: Tensor) -> Tenso
     """Mean over rows of ``-sum(teacher * log softmax(logits))``, weighted ``[rows]``."""
     losses = F.cross_entropy(logits.float(), teacher.float(), reduction="none")
     return (losses * weight).sum() / weight.sum().clamp(min=1.0)
+
+
+Net = AutoregressiveNet | BlockNet
+# By layout: seeded parameters, and the forward pass over them.
+INIT = {"autoregressive": init_autoregressive, "block": init_block}
+NETS: dict[str, type[Net]] = {"autoregressive": AutoregressiveNet, "block": BlockNet}

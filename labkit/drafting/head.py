@@ -1,0 +1,131 @@
+"""What heads that read a target's hidden states share, and how every drafter with a model picks its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from labkit.accept import sampling_probs
+from labkit.drafting.checkpoint import Checkpoint, read_checkpoint
+from labkit.models.layers import Layers
+from labkit.speculation import Request
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from labkit.drafting.tree import TreeShape
+    from labkit.kv_cache import PagedKVCache
+    from labkit.models.target import ModelTarget
+
+_CHUNK = 1024
+
+
+class Head:
+    """The layers of a head beside its target, whose embedding and output head it borrows where it has none.
+
+    taps : layers of the target that it reads.
+    token_ids : int64 ``[draft vocabulary]``, the target's ids; None: the target's vocabulary.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, prefixes: Sequence[str], *, qkv_width: int | None = None):
+        target = checkpoint.target
+        self.name, self.taps, self.target, self.shape = checkpoint.name, checkpoint.taps, target, checkpoint.shape
+        options: dict[str, Any] = {"rope_scaling": checkpoint.rope_scaling, "linear_backend": target.linear_backend}
+        options |= {"dtype": target.dtype, "device": target.device, "qkv_width": qkv_width}
+        self.layers = Layers(self.shape, checkpoint, prefixes, **options)
+        ids = checkpoint.vocabulary()
+        self.token_ids = None if ids is None else ids.to(target.device)
+
+    def _linear(self, weight: Tensor) -> Callable[[Tensor], Tensor]:
+        return self.layers.linear(self.layers.load(weight))
+
+    def _output(self, checkpoint: Checkpoint) -> Callable[[Tensor], Tensor] | None:
+        """The checkpoint's own output head, else the target's over the draft vocabulary; None: all of the target's."""
+        count = self.target.shape.vocab_size if self.token_ids is None else len(self.token_ids)
+        head = checkpoint.optional("lm_head.weight", (count, self.shape.hidden_size))
+        if head is None and self.token_ids is not None:
+            head = self.target.head_weight[self.token_ids]
+        return None if head is None else self._linear(head)
+
+
+class HeadDrafter:
+    """Drafts with a head.
+
+    temperature : 0 drafts greedily; above 0 it samples, and the draft carries the distribution it sampled from.
+    min_confidence : stop before a token whose distribution has no probability of at least this; 0 drafts all k. What
+        decides is the distribution and not the token drawn from it, so sampling stays exact.
+    tree : draft trees of depth k instead of chains, always by probability.
+    """
+
+    _kind: ClassVar[type[Any]]
+    _backend: ClassVar[str] = "sdpa"
+
+    def __init__(
+        self,
+        head: Any,
+        target: ModelTarget,
+        *,
+        backend: str | None = None,
+        temperature: float = 0.0,
+        min_confidence: float = 0.0,
+        tree: TreeShape | None = None,
+        generator: torch.Generator | None = None,
+    ):
+        self.name, self.head, self.target, self.backend = head.name, head, target, backend or self._backend
+        self.temperature, self.min_confidence, self.generator = temperature, min_confidence, generator
+        self.tree, self.num_draft_nodes = tree, tree and tree.num_draft_nodes
+
+    @classmethod
+    def from_folder(cls, folder: str | Path, target: ModelTarget, **options: Any) -> Self:
+        """From a checkpoint of this kind. Raises InputError: as `read_checkpoint`."""
+        return cls(cls._kind(read_checkpoint(folder, target.decoder)), target, **options)
+
+    def start(self, requests: Sequence[Request]) -> None:
+        """The head's own prefill over the prompts."""
+        room = min(self.target.cache.max_context_len, self.head.shape.max_context_len)
+        self._cache = self.head.layers.new_cache(len(requests), room + 64)
+        self._rows = {request.index: row for row, request in enumerate(requests)}
+        with torch.inference_mode():
+            for row, request in enumerate(requests):
+                for start in range(0, len(request.token_ids) - 1, _CHUNK):
+                    stop = min(start + _CHUNK, len(request.token_ids) - 1)
+                    self._prefill(request, self._cache.rows([row]), start, stop - start)
+
+    def _prefill(self, request: Request, cache: PagedKVCache, start: int, num_tokens: int) -> None:
+        raise NotImplementedError
+
+    def _room(self, requests: Sequence[Request]) -> int:
+        """Drafts that the head's positions leave room for."""
+        return self.head.shape.max_context_len - max(len(request.token_ids) for request in requests)
+
+    def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+        """As `choose`, in the target's vocabulary."""
+        ids, vocab_size = self.head.token_ids, self.head.target.shape.vocab_size
+        return choose(logits, self.temperature, self.generator, token_ids=ids, vocab_size=vocab_size)
+
+
+def choose(
+    logits: Tensor,
+    temperature: float,
+    generator: torch.Generator | None,
+    *,
+    token_ids: Tensor | None = None,
+    vocab_size: int = 0,
+) -> tuple[Tensor, Tensor | None]:
+    """Tokens ``[...]`` of logits ``[..., draft vocabulary]``: the best ones, or drawn, with what they were drawn from.
+
+    token_ids : the target's id of each draft token, of ``vocab_size``; None: the same.
+
+    Returns also the probabilities ``[..., vocabulary]``; None at temperature 0.
+    """
+    if temperature == 0:
+        best = logits.argmax(dim=-1)
+        return (best if token_ids is None else token_ids[best]), None
+    probs = sampling_probs(logits, temperature=temperature, top_p=1.0)
+    if token_ids is not None:
+        probs = probs.new_zeros(*probs.shape[:-1], vocab_size).index_copy_(-1, token_ids, probs)
+    drawn = torch.multinomial(probs.flatten(0, -2), 1, generator=generator)
+    return drawn.view(probs.shape[:-1]), probs

@@ -1,0 +1,184 @@
+"""The forwards of a cell of the step experiment: their models, kept in the worker, one filled cache, and the checks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any
+
+from labkit.cost import attention_shape
+from labkit.errors import WrongResult
+from labkit.experiments import common, places
+from labkit.shapes import MAX_Q_LEN, AttentionShape, ModelShape
+
+if TYPE_CHECKING:
+    from labkit.kv_cache import PagedKVCache
+    from labkit.models.decoder import Decoder
+
+_MAX_ERROR = 0.1  # of the logits between attention backends, after tens of layers in 16 bits
+_PAGE_SIZE = 16
+_WORKSPACE_BYTES = 6 << 30  # scratch of the backends, of the oracle and of drawing the weights
+
+
+def shape_of(point: dict[str, Any]) -> ModelShape:
+    """The model of a forward: the target, or a drafter of one full-attention layer with the target's output head."""
+    shape = common.target_shape(point["target"])
+    if point["drafter"] != "none":
+        shape = replace(shape, name=f"{shape.name}, one layer", num_layers=1, full_attention_interval=1)
+    return shape
+
+
+def memory_bytes(point: dict[str, Any]) -> float:
+    """Weights, cache, states and logits of a forward of this point; what a backend needs for itself is not counted."""
+    shape, kv_dtype = shape_of(point), kv_dtype_of(point)
+    own = point["context_len"] - point["shared_prefix_len"]
+    tokens = point["shared_prefix_len"] + point["batch_size"] * (own + MAX_Q_LEN)
+    cache = tokens * shape.kv_bytes_per_token(kv_dtype)
+    states = point["batch_size"] * point["q_len"] * shape.delta_state_bytes
+    rows = point["batch_size"] * point["q_len"]
+    return shape.weight_bytes(point["weight_dtype"]) + cache + states + 8 * rows * shape.vocab_size
+
+
+def _activation_dtype(point: dict[str, Any]) -> str:
+    return "bfloat16" if point["weight_dtype"] == "float8_e4m3fn" else point["weight_dtype"]
+
+
+def kv_dtype_of(point: dict[str, Any]) -> str:
+    return _activation_dtype(point) if point["kv_dtype"] == "as activations" else point["kv_dtype"]
+
+
+def check_memory(points: list[dict[str, Any]], device: str) -> None:
+    """Raise MemoryError (status oom) where the largest of these forwards cannot fit: computed, not tried."""
+    if device == "cpu":
+        return
+    import gc
+
+    import torch
+
+    _models(*_model_key(points[0]))  # drops the models of another target
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    needed = max(memory_bytes(point) for point in points) + _WORKSPACE_BYTES
+    total = torch.cuda.get_device_properties(device).total_memory
+    if needed > total:
+        raise MemoryError(f"needs {needed / 1e9:.1f} GB, the device has {total / 1e9:.1f} GB; computed, not tried")
+
+
+def _model_key(point: dict[str, Any]) -> tuple[str, str]:
+    return places.model_source(point), point["weight_dtype"]
+
+
+@lru_cache(maxsize=1)
+def _models(source: str, weight_dtype: str) -> dict[str, Decoder]:
+    """Decoders of the present target by drafter, filled by `_decoder`; the worker keeps them from cell to cell."""
+    return {}
+
+
+def _decoder(point: dict[str, Any], device: str) -> Decoder:
+    held = _models(*_model_key(point))
+    if point["drafter"] not in held:
+        from labkit.models.weights import load_model
+
+        source: Any = shape_of(point) if common.is_random(point["target"]) else places.model_source(point)
+        options = {"linear_backend": "torch.linear"} if point["launch_mode"] == "graph" else {}
+        held[point["drafter"]] = load_model(
+            source, dtype=_activation_dtype(point), device=device, seed=point["seed"],
+            float8=point["weight_dtype"] == "float8_e4m3fn", **options,
+        )  # fmt: skip
+    return held[point["drafter"]]
+
+
+class Forwards:
+    """The forwards of one model over one filled cache, each compared with the first before it may be timed."""
+
+    def __init__(self, points: list[dict[str, Any]], device: str):
+        import torch
+
+        from labkit.models.gated_delta import DeltaState
+
+        first, self._device = points[0], device
+        self.decoder = _decoder(first, device)
+        generator = torch.Generator(device).manual_seed(first["seed"])
+        longest = max(point["q_len"] for point in points)
+        self._cache: PagedKVCache = self.decoder.new_cache(
+            first["batch_size"], first["context_len"] + longest, kv_dtype=kv_dtype_of(first), page_size=_PAGE_SIZE,
+            page_order="permuted" if device != "cpu" else "sequential", generator=generator,
+        )  # fmt: skip
+        if first["shared_prefix_len"]:
+            self._cache.share_prefix(first["shared_prefix_len"])
+        self._cache.fill_random(first["context_len"], generator)
+        self._tokens = torch.randint(
+            self.decoder.shape.vocab_size, (first["batch_size"], longest), generator=generator, device=device
+        )
+        shape = self.decoder.shape
+        self._states = None
+        if shape.num_delta_layers:
+            self._states = DeltaState(shape, first["batch_size"], longest, self.decoder.activation_dtype, device)
+        self._first_logits: Any = None
+
+    def make(self, point: dict[str, Any]) -> Callable[[], object]:
+        """A call that runs the forward; the cache's lengths stay as they are."""
+        _check_attention(point, self.decoder.shape, self._device)
+        return self._eager(point) if point["launch_mode"] == "eager" else self._captured(point)
+
+    def _eager(self, point: dict[str, Any]) -> Callable[[], object]:
+        tokens, context_len = self._tokens[:, : point["q_len"]], point["context_len"]
+
+        def call() -> Any:
+            logits = self.decoder.forward(tokens, self._cache, backend=point["backend"])
+            self._cache.truncate(context_len)
+            return logits.argmax(-1), logits
+
+        self._compare(point, call()[1])
+        return call
+
+    def _captured(self, point: dict[str, Any]) -> Callable[[], object]:
+        import torch
+
+        from labkit.models.static_forward import StaticForward
+
+        forward = StaticForward(
+            self.decoder, self._cache, q_len=point["q_len"], backend=point["backend"], delta_state=self._states,
+            pdl=torch.cuda.get_device_capability() >= (9, 0),
+        )  # fmt: skip
+        forward.token_ids.copy_(self._tokens[:, : point["q_len"]])
+        forward.run()
+        self._compare(point, forward.logits)
+        forward.capture()
+        return forward.replay
+
+    def _compare(self, point: dict[str, Any], logits: Any) -> None:
+        """The first token's logits depend neither on what follows nor on the backend; but a hybrid's states move on."""
+        root = logits[:, 0]
+        error = 0.0 if root.isfinite().all() else math.inf
+        if self._first_logits is None:
+            self._first_logits = root.clone()
+        elif self._states is None:
+            error = max(error, float((root - self._first_logits).abs().max() / self._first_logits.abs().max()))
+        if error > _MAX_ERROR:
+            what = "are not finite" if math.isinf(error) else f"differ from the first forward's by {error:.2g}"
+            raise WrongResult(f"backend {point['backend']!r}: logits of the first token {what}")
+
+
+def _check_attention(point: dict[str, Any], shape: ModelShape, device: str) -> None:
+    """The backend against the oracle at the shape about to be timed, one request; raises what is wrong."""
+    _check_once(point["backend"], call_shape(point, shape, batch_size=1), device)
+
+
+def call_shape(point: dict[str, Any], model: ModelShape, batch_size: int) -> AttentionShape:
+    lengths = {"q_len": point["q_len"], "context_len": point["context_len"]}
+    dtypes = {"weight_dtype": point["weight_dtype"], "kv_dtype": kv_dtype_of(point)}
+    return attention_shape(model, batch_size=batch_size, **lengths, **dtypes)
+
+
+@cache
+def _check_once(backend: str, shape: AttentionShape, device: str) -> None:
+    import torch
+
+    from labkit.attention.inputs import verify_backend
+
+    order = "permuted" if device != "cpu" else "sequential"
+    verify_backend(backend, shape, generator=torch.Generator(device).manual_seed(0), device=device, page_order=order)
