@@ -14,7 +14,7 @@ import pandas as pd
 from labkit.decide.forward_costs import loop_rows
 from labkit.errors import InputError
 from labkit.quality import kinds
-from labkit.rows import FORCED_ORIGINS, distinct, is_missing, ok_rows, single_value
+from labkit.rows import FORCED_ORIGINS, distinct, key_value, ok_rows, single_value
 
 CELL_KEY = (
     *("gpu", "target", "drafter", "batch_size", "context_len", "num_speculative_tokens", "verify_backend"),
@@ -87,7 +87,7 @@ def step_costs(cost_rows: pd.DataFrame) -> list[StepCosts]:
     origins, notes = _origins(speculative, cell_ids), _notes(rows, speculative, cell_ids)
     costs = []
     for cell, *values in keys[["cell", *CELL_KEY]].itertuples(index=False, name=None):
-        key = {name: _key_value(value) for name, value in zip(CELL_KEY, values, strict=True)}
+        key = {name: key_value(value) for name, value in zip(CELL_KEY, values, strict=True)}
         own = slice(*np.searchsorted(of_cell, [cell, cell + 1]))
         by_backend = {str(name): ms for name, ms in zip(decode_ms, decode[own].T, strict=True) if np.isfinite(ms).any()}
         of_parts = {name: ms for name, ms in zip(parts, part_ms[own].T, strict=True) if np.isfinite(ms).any()}
@@ -95,11 +95,6 @@ def step_costs(cost_rows: pd.DataFrame) -> list[StepCosts]:
         origin = _origin(origins.get(cell, []), key)
         costs.append(StepCosts(key, own_steps, by_backend, of_parts, origin, notes(cell, key)))
     return costs
-
-
-def _key_value(value: Any) -> Any:
-    # Stored contexts are means over the requests and come as floats; whole ones print and compare as integers.
-    return None if is_missing(value) else int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _check(rows: pd.DataFrame) -> None:
