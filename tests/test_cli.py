@@ -205,7 +205,8 @@ def test_analysis_loads_no_torch(module):
 
 
 def test_breakeven_imports_in_under_a_second():
-    code = "import time; t = time.perf_counter(); import labkit.breakeven; print(time.perf_counter() - t)"
+    # Time of the processor: other tests of the same run take their share of the clock.
+    code = "import time, labkit.breakeven; print(time.process_time())"
     times = [
         float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
         for _ in range(3)
