@@ -96,8 +96,12 @@ def test_healthy_broken_and_eager():
     eager = diagnosed(log(ms_per_1k=1.2 * FLOOR, graph=False))
     assert eager.cause.startswith("launch overhead")
     assert eager.next_step.startswith("look for --disable-cuda-graph")
-    some = diagnosed(log(ms_per_1k=1.2 * FLOOR, graph=False).replace("graph: False", "graph: True", 100))
-    assert some.next_step.startswith("raise --cuda-graph-max-bs")
+    text = log(ms_per_1k=1.2 * FLOOR, graph=False).replace("graph: False", "graph: True", 100)
+    some = diagnosed(text)
+    assert some.cause.endswith("though batches as large ran with one")
+    assert "--cuda-graph-max-bs" not in some.next_step
+    larger = [re.sub("req: 1,", "req: 2,", line) if "False" in line else line for line in text.splitlines()]
+    assert diagnosed("\n".join(larger)).next_step.startswith("raise --cuda-graph-max-bs")
 
 
 @pytest.mark.parametrize(("length", "wanted"), [(4.0, "acceptance is pinned"), (5.2, "none can be told")])
@@ -110,6 +114,104 @@ def test_pinned_and_contradictory_logs_are_not_healthy(length, wanted, tree):
     assert wanted in found.cause
     assert any("pinned" in text for text in found.warnings) == (length == 4)
     assert any("contradiction" in text for text in found.warnings) == (length > 4)
+
+
+def falling(context):
+    return 3.0 - 0.25 * (context.bit_length() - 11)
+
+
+def test_bands_of_few_windows_are_joined():
+    lines = log(ms_per_1k=1.1 * FLOOR, length=falling).splitlines(keepends=True)
+    for kept in (lines[:3] + lines[40:], lines[:-18] + lines[-1:]):  # one window alone at one end
+        found = diagnosed("".join(kept))
+        assert found.acceptance == "falling with context"
+        assert min(band["num_windows"] for band in found.bands) >= 3
+        assert any("joined with" in text for text in found.warnings)
+
+
+def test_unknown_acceptance_does_not_hold():
+    text = log(ms_per_1k=0, count=40)
+    rows = iter(range(40))
+    text = re.sub(r"#token: \d+", lambda m: f"#token: {6000 + 120 * next(rows)}", text)  # one octave
+    text = re.sub(r"throughput \(token/s\): [\d.]+", "throughput (token/s): {}", text)
+    steps = [20 + 1.2 * FLOOR * (6000 + 120 * i) / 1024 for i in range(40)]
+    lengths = [float(x) for x in re.findall(r"accept len: ([\d.]+)", text)]
+    text = text.format(*(round(1000 * a / b, 2) for a, b in zip(lengths, steps, strict=True)))
+    found = diagnosed(text)
+    assert found.acceptance == "unknown"
+    assert any("one band of context" in text for text in found.unknown)
+    assert "holds" not in found.cause.replace("whether acceptance holds over context is unknown", "")
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_a_restart_is_another_server(last):
+    first, second = log(ms_per_1k=1.2 * FLOOR, count=80, backend="fa3"), log(ms_per_1k=20 * FLOOR, count=90)
+    found = diagnosed(first + second if last else second + first)
+    assert found.slope_over_floor[0] == pytest.approx(20 if last else 1.2, rel=0.1)
+    assert found.roles["verify"].backend == ("triton" if last else "fa3")
+    places = "1-80" if last else "1-90"
+    assert f"the log holds 2 servers; the last one is judged, windows {places} belong to those before" in found.warnings
+    only_launched = diagnosed(first + ARGS.format(backend="triton", version="0.5.21"))
+    assert only_launched.roles["verify"].backend == "fa3"
+    assert sum(band["num_windows"] for band in only_launched.bands) == 80
+    again = diagnosed(second + second)
+    assert sum(band["num_windows"] for band in again.bands) == 180
+    assert not any("servers" in text for text in again.warnings)
+
+
+def test_the_engine_with_most_windows_is_judged():
+    llama = "build: 6700\n" + 9 * (
+        "slot print_timing: id  0 | task 1 | prompt eval time = 120.50 ms / 512 tokens\n"
+        "slot print_timing: id  0 | task 1 |        eval time = 2000.00 ms / 250 tokens\n"
+        "slot print_timing: id  0 | task 1 | draft acceptance rate = 0.75 (  150 accepted /   200 generated)\n"
+    )
+    for text in (log(ms_per_1k=20 * FLOOR) + llama, llama + log(ms_per_1k=20 * FLOOR)):
+        found = diagnosed(text)
+        assert (found.engine, found.engine_version) == ("sglang", "0.5.21")
+        assert sum(band["num_windows"] for band in found.bands) == 240
+        assert any("left out: llamacpp (9 windows)" in text for text in found.warnings)
+
+
+def test_impossible_figures_give_no_verdict():
+    found = diagnosed(log(ms_per_1k=-0.05))
+    assert found.cause.startswith("nothing can be told of attention")
+    assert found.slope_over_floor is None
+    assert "KV read" not in render(found)
+    low = diagnosed(log(ms_per_1k=FLOOR, length=lambda context: 0.5))
+    assert low.cause.startswith("nothing can be told: the mean length is 0.50")
+    assert not any("pinned" in text for text in low.warnings)
+
+
+def test_plain_decode_is_a_baseline():
+    text = re.sub(r"accept len: [\d.]+, accept rate: [\d.-]+, ", "", log(ms_per_1k=2 * FLOOR, length=lambda c: 1.0))
+    text = re.sub(r"speculative_\w+=[^,]+, ", "", text)
+    found = diagnosed(text)
+    assert found.cause.startswith("plain decode")
+    assert found.slope_over_floor[0] == pytest.approx(2, rel=0.4)  # the planted length noise is in the throughput
+    assert all(band["step_ms"] and band["low"] is None for band in found.bands)
+    assert set(found.roles) == {"decode", "prefill"}
+    assert found.unknown == []
+
+
+def test_intervals_are_of_possible_lengths():
+    lengths, place = [1.02, 1.3, 1.01, 2.9, 1.4, 3.99, 4.0, 3.2, 4.0, 4.0], [2048.0] * 5 + [65536.0] * 5
+    for few in (1, 0):
+        records = [
+            Record("sglang", "", "window", "", mean_acceptance_length=a, context_len=c, num_speculative_tokens=3)
+            for a, c in list(zip(lengths, place, strict=True))[: 2 if few else None]
+        ]
+        for band in diagnose(records, Server()).bands:
+            assert band["low"] is None if few else 1 <= band["low"] < band["high"] <= 4
+
+
+def test_what_is_missing_is_named():
+    short = diagnosed("\n".join(log(ms_per_1k=FLOOR).splitlines()[:6]))
+    assert short.cause == "undecided: the slope of the step time is missing"
+    assert any("4 windows of batch 1, at least 6 are needed" in text for text in short.unknown)
+    other = diagnosed(log(ms_per_1k=FLOOR).replace("Llama-3.3-70B-x", "secret-model"))
+    assert "has no floor" in other.cause
+    for found in (short, other):
+        assert "unknown ms" not in render(found)
 
 
 def test_a_long_log_is_thinned_at_random(monkeypatch):

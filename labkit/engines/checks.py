@@ -48,18 +48,23 @@ def _counts(record: Record) -> Iterator[str]:
     if per_step and k and not 0.995 * k < per_step < 1.005 * k:
         text = "drafts are shorter than asked for" if per_step < k else "contradiction"
         yield f"{text}: {per_step:.2f} per step, k is {k}"
-    plain = record.details.get("plain") or record.definition.startswith(("plain", "one token"))
     enough = steps >= MIN_STEPS if steps is not None else record.scope != "request"
-    if length is not None and enough and not plain and length < 1.1:  # 2
+    if length is not None and enough and not record.plain and 1 - _LENGTH <= length < 1.1:  # 2
         text = "almost no draft is kept: a broken draft path (head, quantisation, tokenizer), not a weak one"
         yield f"pinned acceptance: length {length:.2f}, {text}"
     if length is not None and enough and most and most + 0.995 < length <= most + 1 + _LENGTH:
         yield f"pinned acceptance: every draft is kept (length {length:.2f} = k + 1); the text may be garbage"
     output, again = (record.details.get(name) for name in ("output_tokens", "output_tokens_retokenized"))
     if output is not None and steps is not None and accepted is not None and record.scope in ("request", "run"):  # 4
-        extra, requests = output - steps - accepted, record.details.get("num_requests") or 1
+        known = record.details.get("num_requests") or (1 if record.scope == "request" else None)
+        extra, requests = output - steps - accepted, known or 1
         if extra < 0:
             yield f"steps + accepted exceed the output by {-extra:g} tokens: last steps overshoot the stop or the limit"
+        elif extra > 2 and not known:
+            text = (
+                "prefill gives one per request and steps without a draft the others; the requests are not counted here"
+            )
+            yield f"{extra:g} output tokens are not in steps + accepted: {text}"
         elif extra > 2 * requests and record.zero_draft_steps == "excluded":
             yield f"{extra - requests:g} output tokens came from steps without a draft, which are not in the length"
         elif extra > 2 * requests:

@@ -5,7 +5,7 @@ tells cost: its slope against one read of the KV cache at the GPU's peak. Interv
 """
 
 import math
-import random
+import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -20,10 +20,11 @@ from labkit.engines.roles import Role, gpu_row, kernel, resolve_roles, rows_of, 
 from labkit.engines.server import Server
 from labkit.engines.tables import read_table
 from labkit.engines.trace import summarise
+from labkit.engines.windows import grouped, judged
 from labkit.errors import InputError
 from labkit.shapes import ModelShape, model_shape, model_shapes
 
-MAX_WINDOWS, MIN_WINDOWS, RESAMPLES = 5000, 6, 1000
+MAX_WINDOWS, MIN_WINDOWS, MIN_BAND, RESAMPLES = 5000, 6, 3, 1000
 STEEP, NEAR_FLOOR, BROKEN, FALLING, SLACK, IDLE = 3.0, 2.0, 1.1, 0.05, 0.011, 0.3
 Interval = tuple[float, float, float]
 
@@ -72,25 +73,14 @@ def diagnose(
 
     Raises InputError: a model that is not in ``model_shapes.csv``.
     """
-    kept, warnings, count, chance, total = list[Record](), Counter[str](), 0, random.Random(0), list[Record]()
-    for record in records:
-        warnings.update(record.warnings)
-        server.engine = server.engine or record.engine
-        server.version, server.model = server.version or record.engine_version, server.model or record.model
-        if record.mean_acceptance_length is not None and not record.details.get("plain"):
-            if record.scope == "since_start":  # the same steps as its windows, which tell more
-                total = [record]
-                continue
-            count += 1
-            if count <= MAX_WINDOWS:
-                kept.append(record)
-            elif (place := chance.randrange(count)) < MAX_WINDOWS:  # each window is as likely to stay as any other
-                kept[place] = record
+    group, is_plain, notes = judged(grouped(records, server, MAX_WINDOWS), server)
+    kept, count = group.kept, group.count
     found = Diagnosis(server.engine, server.version, model or server.model, gpu or server.gpu)
-    found.roles = resolve_roles(server, found.gpu)
-    found.warnings = [f"{n} x {text}" if n > 1 else text for text, n in warnings.most_common(10)]
-    if total and not kept:
-        kept, count = total, 1
+    roles = resolve_roles(server, found.gpu).items()
+    found.roles = {name: role for name, role in roles if not is_plain or name in ("decode", "prefill")}
+    found.warnings = notes + [f"{n} x {text}" if n > 1 else text for text, n in group.warnings.most_common(10)]
+    if group.total and not kept:
+        kept, count = group.total, 1
         found.unknown.append("windows: there is one value only, since the start of the server")
     if count > len(kept):
         found.warnings.append(f"{count - len(kept)} of {count} windows were left out, at random")
@@ -98,12 +88,14 @@ def diagnose(
     windows = pd.DataFrame([[getattr(r, name) for name in names] for r in kept], columns=names)
     # Windows of SGLang hold equal numbers of steps, so a request weighs as much as another.
     windows["weight"] = [float(record.steps or record.batch_size or 1) for record in kept]
-    _acceptance(found, windows)
-    shape = _shape(found, given=bool(model))
-    num_gpus = server.number("tp_size", "tensor_parallel_size", "tp") or 1
-    _cost(found, windows, shape, kv_dtype or server.args.get("kv_cache_dtype", ""), num_gpus)
     sizes = Counter(record.num_speculative_tokens for record in kept if record.num_speculative_tokens)
-    _judge(found, windows, speculative_tokens(server) or (sizes.most_common(1)[0][0] if sizes else None))
+    k = speculative_tokens(server) or (sizes.most_common(1)[0][0] if sizes else None)
+    shape = _shape(found, given=bool(model))
+    if not windows.empty:
+        _acceptance(found, windows, None if is_plain else k or math.inf)
+        num_gpus = server.number("tp_size", "tensor_parallel_size", "tp") or 1
+        _cost(found, windows, shape, kv_dtype or server.args.get("kv_cache_dtype", ""), num_gpus)
+    _judge(found, windows, k, is_plain)
     return found
 
 
@@ -122,7 +114,9 @@ def diagnose_trace(
     for phase, entry in phases.items():
         name = entry["backend"] and (entry["backend"].upper() if found.engine == "vllm" else entry["backend"])
         if entry["attention_ms"]:
-            found.roles[phase] = Role(name or "unknown", "by its kernels" if name else "kernels of several backends")
+            found.roles[phase] = Role(
+                name or "unknown", "by its kernels" if name else "its kernels do not tell one backend"
+            )
     verify = phases.get("verify", {"forward_ms": 0.0, "attention_ms": 0.0})
     draft = sum(entry["forward_ms"] for phase, entry in phases.items() if phase.startswith("draft"))
     attention = verify["attention_ms"] / verify["forward_ms"] if verify["forward_ms"] else 0.0
@@ -151,30 +145,53 @@ def _plain(name: str) -> str:
     return "".join(filter(str.isalnum, name.lower()))
 
 
-def _acceptance(found: Diagnosis, windows: pd.DataFrame) -> None:
+def _bands(placed: pd.DataFrame) -> list[tuple[int, int, pd.DataFrame]]:
+    """First and last octave of context and windows of every band; bands of few windows are joined with a neighbour."""
+    found: list[tuple[int, int, pd.DataFrame]] = []
+    octaves = np.log2(placed["context_len"].astype(float).fillna(1.0)).round().astype(int)
+    for octave, rows in placed.groupby(octaves):
+        first = last = int(str(octave))
+        if found and len(found[-1][2]) < MIN_BAND:
+            first, rows = found[-1][0], pd.concat([found.pop()[2], rows])
+        found.append((first, last, rows))
+    if len(found) > 1 and len(found[-1][2]) < MIN_BAND:
+        (first, _, rows), (_, last, few) = found[-2:]
+        found[-2:] = [(first, last, pd.concat([rows, few]))]
+    return found
+
+
+def _acceptance(found: Diagnosis, windows: pd.DataFrame, k: float | None) -> None:
+    """Length by band of context. k: drafts a step, infinite where unknown, None for plain decode."""
     placed = windows[windows["context_len"].astype(float) > 0]
     if placed.empty:
         found.unknown.append("context of the windows: the source does not print cached tokens per request")
-        placed = windows
-    octave = np.log2(placed["context_len"].astype(float).fillna(1.0)).round().astype(int)
-    draws = []
-    for band, rows in placed.groupby(octave):
-        rng = generator(0, "acceptance", band)
+    bands, draws = _bands(windows if placed.empty else placed), []
+    for first, last, rows in bands:
+        edges = [None if placed.empty else int(2**edge) for edge in (first - 0.5, last + 0.5)]
+        entry: dict[str, Any] = {"context_len_low": edges[0], "context_len_high": edges[1]}
+        entry |= {"step_ms": rows["step_ms"].astype(float).median(), "num_windows": len(rows)}
+        rng, low, high = generator(0, "acceptance", last), math.nan, math.nan
         length, weight = rows["mean_acceptance_length"].to_numpy(float), rows["weight"].to_numpy(float)
         mean, counts = float(np.average(length, weights=weight)), resampled_weights(len(rows), RESAMPLES, rng) * weight
-        draws.append(mean + student_spread(len(rows), RESAMPLES, rng) * (counts @ length / counts.sum(axis=1) - mean))
-        low, high = percentile_interval(draws[-1], 0.95)
-        edges = [int(2 ** (float(str(band)) + side)) if placed is not windows else None for side in (-0.5, 0.5)]
-        entry: dict[str, Any] = {"context_len_low": edges[0], "context_len_high": edges[1]}
-        entry["step_ms"] = rows["step_ms"].astype(float).median()
-        entry |= {"num_windows": len(rows), "mean_acceptance_length": mean, "low": low, "high": high}
+        if len(rows) >= MIN_BAND and k is not None:
+            spread = student_spread(len(rows), RESAMPLES, rng)
+            draws.append(mean + spread * (counts @ length / counts.sum(axis=1) - mean))
+            low, high = percentile_interval(draws[-1], 0.95)
+            if 1 <= mean <= k + 1:  # no length can be outside of these
+                low, high = max(low, 1.0), min(high, k + 1)
+        entry |= {"mean_acceptance_length": mean, "low": low, "high": high}
         found.bands.append({name: None if pd.isna(value) else value for name, value in entry.items()})
-    if len(draws) > 1 and np.isfinite([draws[0], draws[-1]]).all():
+    if any(last > first for first, last, _ in bands):
+        found.warnings.append(f"contexts with fewer than {MIN_BAND} windows were joined with their neighbours")
+    if k is None:
+        found.acceptance = "none, plain decode"
+    elif len(draws) > 1:
         _, high = percentile_interval(draws[-1] - draws[0], 0.95)
-        change = found.bands[-1]["mean_acceptance_length"] / found.bands[0]["mean_acceptance_length"] - 1
+        change = found.bands[-1]["mean_acceptance_length"] / (found.bands[0]["mean_acceptance_length"] or 1) - 1
         found.acceptance = "falling with context" if high < 0 and change < -FALLING else "flat over context"
-    else:
-        found.unknown.append("whether acceptance depends on context: windows of one band only, or too few")
+    elif not placed.empty:
+        few = f"{len(placed)} windows, {MIN_BAND} are needed for an interval" if not draws else "one band of context"
+        found.unknown.append(f"whether acceptance depends on context: {few}")
 
 
 def _cost(found: Diagnosis, windows: pd.DataFrame, shape: ModelShape | None, kv_dtype: str, num_gpus: int) -> None:
@@ -186,7 +203,9 @@ def _cost(found: Diagnosis, windows: pd.DataFrame, shape: ModelShape | None, kv_
     timed = timed[timed["batch_size"] == found.batch_size].astype(float)
     cached, step = (timed["context_len"] * timed["batch_size"]).to_numpy() / 1024, timed["step_ms"].to_numpy()
     if len(timed) < MIN_WINDOWS or cached.max() < 1.5 * cached.min():
-        found.unknown.append(f"slope of the step time: {len(timed)} windows of one batch size, over too little context")
+        sizes = f"{len(timed)} windows of batch {found.batch_size:g}"
+        little = f"at least {MIN_WINDOWS} are needed" if len(timed) < MIN_WINDOWS else "over too little context"
+        found.unknown.append(f"slope of the step time: {sizes}, {little}")
         return
     rng = generator(0, "step time")
     estimate = _line(np.ones((1, len(timed))), cached, step)[0]
@@ -194,6 +213,9 @@ def _cost(found: Diagnosis, windows: pd.DataFrame, shape: ModelShape | None, kv_
     draws = estimate + student_spread(len(timed), RESAMPLES, rng)[:, None] * (lines - estimate)
     fits = [(float(estimate[i]), *percentile_interval(draws[:, i], 0.95)) for i in range(2)]
     found.slope_ms_per_1k, found.intercept_ms = fits
+    if fits[0][2] < 0:
+        found.unknown.append("what attention costs: a step that gets shorter with more cached tokens is impossible")
+        return
     peak = gpu_row(found.gpu)
     if shape is None or peak is None:
         missing = "the model's shape (--model)" if shape is None else "the GPU's peak bandwidth (--gpu)"
@@ -214,32 +236,49 @@ def _line(weights: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
     return np.stack([slope, mean_y - slope * mean_x], axis=1)
 
 
-def _judge(found: Diagnosis, windows: pd.DataFrame, k: int | None) -> None:
+def _judge(found: Diagnosis, windows: pd.DataFrame, k: int | None, is_plain: bool) -> None:
     """The first rule of ``diagnosis_rules.csv`` that holds; what is not known stays named."""
-    ratio, eager = found.slope_over_floor, int(windows["cuda_graph"].eq(False).sum())
+    ratio, slope, eager = found.slope_over_floor, found.slope_ms_per_1k, windows["cuda_graph"].eq(False)
     length = float(np.average(windows["mean_acceptance_length"], weights=windows["weight"])) if len(windows) else 0.0
+    batch = windows["batch_size"].astype(float)
+    many = eager.sum() > 0.2 * len(windows)
     holds = {
         "no_speculation": windows.empty,
+        "plain": is_plain,
+        "below_one": length < 1 - SLACK,
         "broken_draft": length < BROKEN,
         "contradiction": length > (k or math.inf) + 1 + SLACK,
         "pinned": length > (k or math.inf) + 1 - SLACK,
         "verify_cost": ratio is not None and ratio[1] > STEEP,
         "falling_acceptance": found.acceptance == "falling with context",
-        "all_eager": eager == len(windows),
-        "eager": eager > 0.2 * len(windows),
-        "fixed_cost": ratio is not None and ratio[2] < NEAR_FLOOR,
+        "all_eager": eager.all(),
+        # A graph is padded: it takes every batch up to its own.
+        "eager_not_by_batch": many and batch[eager].max() <= batch[windows["cuda_graph"].eq(True)].max(),
+        "eager": many,
+        "impossible_slope": slope is not None and slope[2] < 0,
+        "fixed_cost": ratio is not None and ratio[2] < NEAR_FLOOR and found.acceptance == "flat over context",
+        "cheap_attention": ratio is not None and ratio[2] < NEAR_FLOOR,
         "between": ratio is not None,
-        "no_floor": True,
+        "no_floor": slope is not None,
+        "no_slope": True,
     }
+    if ratio or slope is None:
+        cost = f"the step pays {ratio[0]:.1f}x one read of the KV cache" if ratio else "how the step grows is unknown"
+    else:
+        cost = f"the step grows by {slope[0]:.3f} ms per 1,024 cached tokens"
     words = {
         "length": length,
         "ceiling": k and k + 1,
         "ratio": ratio[0] if ratio else None,
-        "eager": eager,
+        "cost": "the slope of its steps is impossible, below 0" if holds["impossible_slope"] else cost,
+        "eager": eager.sum(),
         "windows": len(windows),
     }
     _conclude(found, holds, words)
-    found.unknown.append("cost of a plain decode step: not in this log; --recipe all-reject gives it in two minutes")
+    if not is_plain:
+        found.unknown.append(
+            "cost of a plain decode step: not in this log; --recipe all-reject gives it in two minutes"
+        )
 
 
 def _conclude(found: Diagnosis, holds: dict[str, bool], words: dict[str, Any]) -> None:
@@ -259,11 +298,16 @@ def _conclude(found: Diagnosis, holds: dict[str, bool], words: dict[str, Any]) -
     }
     found.cause, found.next_step = rule["cause"].format(**words), rule["next_step"].format(**words)
     if costly and runs is None:
-        found.unknown.append(f"which kernel {verify.backend} verifies with in version {found.engine_version}")
+        version = f"version {found.engine_version}" if found.engine_version else "an unknown version"
+        name = "the backend, which is not told," if verify.backend == "unknown" else verify.backend
+        found.unknown.append(f"which kernel {name} verifies with in {version}")
 
 
 def _other_backend(found: Diagnosis, verify: Role) -> str:
     """The flag that moves the verify role to a backend with a KV split, if the table has both for this version."""
+    own = (found.trace or {}).get("phases", {}).get("verify", {}).get("kernels", [])
+    if split := next((k["name"] for k in own if re.search(r"split_?kv|reduce_segments", k["name"], re.I)), None):
+        return f"compare backends (--recipe backend-ab): {split[:60]} is a kernel with a KV split, see its grid"
     if not found.engine_version:
         return "set a verify backend with a KV split; the version is unknown, so the flag is not named"
     for name in {"sglang": ("flashinfer", "fa3"), "vllm": ("FLASH_ATTN", "FLASHINFER")}.get(found.engine, ()):
@@ -280,9 +324,8 @@ def _trace_lines(trace: dict[str, Any]) -> list[str]:
     for phase, entry in trace["phases"].items():
         share = entry["attention_ms"] / entry["forward_ms"] if entry["forward_ms"] else 0.0
         lines.append(f"  {phase}: {entry['forward_ms']:.3f} ms, attention {share:.0%}")
-        lines += [
-            f"    {k['ms']:.3f} ms  {k['name'][:90]}  grid {k['grid'] or 'unknown'}" for k in entry["kernels"][:3]
-        ]
+        for k in entry["kernels"][:3]:
+            lines.append(f"    {k['ms']:.3f} ms  {k['name'][:90]}" + (f"  grid {k['grid']}" if k["grid"] else ""))
     ratio = trace.get("other_over_weights")
     return lines + ([f"  verify without attention: {ratio:.1f} x one read of 16-bit weights"] if ratio else [])
 
@@ -293,17 +336,19 @@ def render(found: Diagnosis) -> str:
     def shown(value: Interval | None, form: str) -> str:
         return "unknown" if value is None else f"{value[0]:{form}} [{value[1]:{form}}, {value[2]:{form}}]"
 
-    lines = [", ".join(x or "unknown" for x in (found.engine, found.engine_version, found.model, found.gpu))]
+    head = {"engine": found.engine, "version": found.engine_version, "model": found.model, "GPU": found.gpu}
+    lines = [", ".join(value or f"{name} unknown" for name, value in head.items())]
     lines += _trace_lines(found.trace) if found.trace else [f"acceptance: {found.acceptance}"]
     for band in found.bands:
         low, high, length = band["low"], band["high"], band["mean_acceptance_length"]
-        value = shown(None if low is None else (length, low, high), ".2f") if low else f"{length:.2f}"
+        value = f"{length:.2f}" if low is None else shown((length, low, high), ".2f")
         step = f", step {band['step_ms']:.1f} ms" if band["step_ms"] else ""
         where = f"{band['context_len_low'] or 'any'} to {band['context_len_high'] or 'any'}"
         lines.append(f"  context {where}: {value}, {band['num_windows']} windows{step}")
-    if not found.trace:
+    if found.slope_ms_per_1k:
         slope, intercept = shown(found.slope_ms_per_1k, ".3f"), shown(found.intercept_ms, ".1f")
-        lines += [f"step: {slope} ms per 1,024 cached tokens + {intercept} ms, batch {found.batch_size or 'unknown'}"]
+        lines += [f"step: {slope} ms per 1,024 cached tokens + {intercept} ms, batch {found.batch_size:g}"]
+    if found.slope_over_floor:
         lines += [f"  you pay {shown(found.slope_over_floor, '.1f')} x one KV read"]
     lines += [f"{name}: {role.backend}, {role.how}" for name, role in found.roles.items()]
     lines += [f"likely cause: {found.cause}", f"next step: {found.next_step}"]

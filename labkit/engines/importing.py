@@ -11,7 +11,7 @@ from labkit.engines.metrics import SAMPLE, MetricsPages
 from labkit.engines.reading import MAX_DOCUMENT_BYTES, MAX_LOG_CHARACTERS, Input, load_json
 from labkit.engines.record import Record
 from labkit.engines.roles import resolve_roles
-from labkit.engines.server import Server, tells_of_server
+from labkit.engines.server import Server, begins_server, tells_of_server
 from labkit.engines.tables import formats, match_json, may_match, number, numbers, objects, pairs
 from labkit.errors import InputError
 
@@ -33,8 +33,12 @@ class Reader:
         self._start(Server())
 
     def _start(self, server: Server) -> None:
-        self.server, self._blocks, self._graphs = server, clients.Blocks(), set[bool]()
-        self._logs: dict[str, Any] = {"sglang": sglang.Log(server), "vllm": vllm.Log(), "llamacpp": llamacpp.Log()}
+        self.server, self._blocks = server, clients.Blocks()
+        self._launch()
+
+    def _launch(self) -> None:
+        self._graphs, self._logs = set[bool](), dict[str, Any]()
+        self._logs |= {"sglang": sglang.Log(self.server), "vllm": vllm.Log(), "llamacpp": llamacpp.Log()}
 
     def read(self, path: str | Path, server: Server | None = None, sampled: bool = False) -> Iterator[Record]:
         """Records of one file. ``server``: facts that hold for several files of one server; ``sampled``: of a long log
@@ -105,6 +109,10 @@ class Reader:
                 yield from self._blocks.flush()
                 continue
             line, text = numbered
+            if self._server_here and self.server.served and begins_server(text):  # a restart in the same log
+                yield from self._logs["sglang"].ready(at_end=True)
+                self.server.restart()
+                self._launch()
             content = load_json(text.removeprefix("data: ")) if text.startswith(_JSON) and may_match(text) else None
             if content is not None:
                 yield from self._of_json(content, f"{name}:{line}")
@@ -119,6 +127,7 @@ class Reader:
     def _of_line(self, text: str, name: str, line: int) -> list[Record]:
         for item in self._here:
             if item.has in text and (match := item.pattern.search(text)):
+                self.server.served |= item.scope in ("window", "request")
                 values = match.groupdict() if item.read == "regex" else pairs(text[match.end() :])
                 return getattr(self._logs[item.engine], item.then)(item.record(values, f"{name}:{line}"), values, text)
         if text.startswith(_SAMPLES) and SAMPLE.match(text):

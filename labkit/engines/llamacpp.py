@@ -23,12 +23,16 @@ class Log:
 
     def part(self, record: Record, values: Mapping[str, str], text: str) -> list[Record]:
         """A prompt or eval line, kept for the draft line that follows."""
+        if "prompt_tokens" in record.details:  # the first line of a request
+            self.slots[_slot(text)] = {}
         self.slots.setdefault(_slot(text), {}).update(record.details)
         return []
 
     def slot_line(self, record: Record, values: Mapping[str, str], text: str) -> list[Record]:
         """All drafters of one request."""
-        printed, state = record.mean_acceptance_length, self.slots.pop(_slot(text), {})
+        # Without a slot of their own the lines directly above are meant.
+        state = self.slots.pop(_slot(text), None) or self.slots.pop("", {})
+        printed = record.mean_acceptance_length
         request_steps(record, state.get("output_tokens"), state.get("decode_ms_total"), state.get("prompt_tokens"))
         if printed:  # it and the rates are over the steps with a draft
             record.steps_from_length(printed - 1)

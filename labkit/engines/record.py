@@ -64,6 +64,11 @@ class Record:
         """The steps that this source's length is over: S, else S1."""
         return self.num_drafted_steps if self.num_verify_steps is None else self.num_verify_steps
 
+    @property
+    def plain(self) -> bool:
+        """Whether it is of decoding without drafts."""
+        return bool(self.details.get("plain")) or self.definition.startswith(("plain", "one token"))
+
     def derive(self) -> "Record":
         """Fill length, rate, k and step time from counts and throughput; returns itself.
 

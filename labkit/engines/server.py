@@ -4,7 +4,7 @@ import json
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from labkit.engines.reading import load_json
@@ -43,6 +43,18 @@ class Server:
     named: dict[str, str] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)  # vLLM's speculative_config, to print it again
     changes: int = 0
+    served: bool = False  # a figure was printed since the launch
+    past: list["Server"] = field(default_factory=list)  # those before a restart in the same log
+
+    def restart(self) -> None:
+        """Another launch begins: what the one before was told no longer holds, but for GPU and version."""
+        self.past.append(replace(self, past=[]))
+        self.engine, self.model, self.served, self.changes = "", None, False, self.changes + 1
+        self.args, self.named, self.settings = {}, {}, {}
+
+    def facts(self) -> tuple[Any, ...]:
+        """What makes it another server than one before."""
+        return self.version, self.model, self.args, self.named
 
     def take_line(self, text: str) -> bool:
         """Look at one log line; whether it told something."""
@@ -110,6 +122,12 @@ class Server:
 def tells_of_server(text: str) -> bool:
     """Whether a text may hold a line that `Server.take_line` understands."""
     return any(mark in text for mark in ("NVIDIA ", "RTX ", *_ARGUMENT_LINES, *(f.has for f in formats("server"))))
+
+
+def begins_server(text: str) -> bool:
+    """Whether a server prints this line only while it starts."""
+    starts = (item.pattern.search(text) for item in formats("server") if item.has in text)
+    return any(mark in text for mark in _ARGUMENT_LINES) or any(starts)
 
 
 def arguments(text: str) -> dict[str, Any]:
