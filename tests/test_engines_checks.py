@@ -43,6 +43,11 @@ PLANTED = {
     "3 old form": (line(rate="accept rate: 0.70, "), "length / draft tokens (bonus in it)"),
     "4 another scope": (json.dumps(META | {"completion_tokens": 800}), "240 tokens more than steps + accepted"),
     "4 overshoot": (json.dumps(META | {"completion_tokens": 555}), "exceed the output by 5 tokens"),
+    "4 requests not counted": (
+        "total_num_output_tokens: 8192\nnum_drafts: 3200\nnum_draft_tokens: 9600\nnum_accepted_tokens: 4800\n"
+        "mean acceptance length: 2.50",
+        "prefill gives one per request and steps without a draft the others; the requests are not counted",
+    ),
     "5 peak below mean": (serve(max_output_tokens_per_s=30.0), "chunk-counted client: a peak of 30"),
     "5 ITL above TPOT": (
         serve(mean_itl_ms=50.0, mean_tpot_ms=17.9),

@@ -205,6 +205,12 @@ FORMS = {
         "draft acceptance rate = 0.60000 (  360 accepted /   600 generated)",
         {"mean_acceptance_length": 2.8, "num_verify_steps": 200, "context_len": 792.5},
     ),
+    "llama.cpp slot on the draft line only": (
+        "prompt eval time =     400.00 ms /   512 tokens (    0.78 ms per token)\n"
+        "       eval time =   10020.00 ms /   561 tokens (   17.86 ms per token,    55.99 tokens per second)\n"
+        "slot print_timing: id  0 | task 0 | draft acceptance rate = 0.60000 (  360 accepted /   600 generated)",
+        {"mean_acceptance_length": 2.8, "num_verify_steps": 200, "context_len": 792.5},
+    ),
     "llama.cpp slot, new": (
         "slot print_timing: id  0 | task 7 | draft acceptance = 0.60000 (  360 accepted /   600 generated), mean "
         "acceptance length =  2.80, acceptance rate per position = (0.800, 0.600, 0.400)",

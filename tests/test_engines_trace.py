@@ -249,3 +249,15 @@ def test_diagnosis_of_a_trace(tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["engine"] == "vllm"
     assert found["cause"].startswith("launch overhead: no kernel runs in 44%")
+
+
+def test_a_kernel_that_splits_is_not_told_to(tmp_path, capsys):
+    text = json.dumps([e for i in range(5) for e in sglang_step(1500 * i)]).replace("_fwd_kernel", "flash_fwd_splitkv")
+    path = write(tmp_path / "t.json", [{**event, "args": {}} for event in json.loads(text)])
+    assert main(["diagnose", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert "likely cause: verify cost" in text
+    assert "flash_fwd_splitkv is a kernel with a KV split" in text
+    assert "set a verify backend" not in text
+    assert "kernel unknown" not in text
+    assert "None" not in text

@@ -114,9 +114,8 @@ def diagnose_trace(
     for phase, entry in phases.items():
         name = entry["backend"] and (entry["backend"].upper() if found.engine == "vllm" else entry["backend"])
         if entry["attention_ms"]:
-            found.roles[phase] = Role(
-                name or "unknown", "by its kernels" if name else "its kernels do not tell one backend"
-            )
+            how = "by its kernels" if name else "its kernels do not tell one backend"
+            found.roles[phase] = Role(name or "unknown", how)
     verify = phases.get("verify", {"forward_ms": 0.0, "attention_ms": 0.0})
     draft = sum(entry["forward_ms"] for phase, entry in phases.items() if phase.startswith("draft"))
     attention = verify["attention_ms"] / verify["forward_ms"] if verify["forward_ms"] else 0.0
@@ -145,53 +144,41 @@ def _plain(name: str) -> str:
     return "".join(filter(str.isalnum, name.lower()))
 
 
-def _bands(placed: pd.DataFrame) -> list[tuple[int, int, pd.DataFrame]]:
-    """First and last octave of context and windows of every band; bands of few windows are joined with a neighbour."""
-    found: list[tuple[int, int, pd.DataFrame]] = []
-    octaves = np.log2(placed["context_len"].astype(float).fillna(1.0)).round().astype(int)
-    for octave, rows in placed.groupby(octaves):
-        first = last = int(str(octave))
-        if found and len(found[-1][2]) < MIN_BAND:
-            first, rows = found[-1][0], pd.concat([found.pop()[2], rows])
-        found.append((first, last, rows))
-    if len(found) > 1 and len(found[-1][2]) < MIN_BAND:
-        (first, _, rows), (_, last, few) = found[-2:]
-        found[-2:] = [(first, last, pd.concat([rows, few]))]
-    return found
-
-
 def _acceptance(found: Diagnosis, windows: pd.DataFrame, k: float | None) -> None:
     """Length by band of context. k: drafts a step, infinite where unknown, None for plain decode."""
     placed = windows[windows["context_len"].astype(float) > 0]
     if placed.empty:
         found.unknown.append("context of the windows: the source does not print cached tokens per request")
-    bands, draws = _bands(windows if placed.empty else placed), []
-    for first, last, rows in bands:
-        edges = [None if placed.empty else int(2**edge) for edge in (first - 0.5, last + 0.5)]
-        entry: dict[str, Any] = {"context_len_low": edges[0], "context_len_high": edges[1]}
-        entry |= {"step_ms": rows["step_ms"].astype(float).median(), "num_windows": len(rows)}
-        rng, low, high = generator(0, "acceptance", last), math.nan, math.nan
+        placed = windows
+    octave = np.log2(placed["context_len"].astype(float).fillna(1.0)).round().astype(int)
+    draws, lengths = [], list[float]()
+    for band, rows in placed.groupby(octave):
+        rng, low, high = generator(0, "acceptance", band), math.nan, math.nan
         length, weight = rows["mean_acceptance_length"].to_numpy(float), rows["weight"].to_numpy(float)
         mean, counts = float(np.average(length, weights=weight)), resampled_weights(len(rows), RESAMPLES, rng) * weight
         if len(rows) >= MIN_BAND and k is not None:
-            spread = student_spread(len(rows), RESAMPLES, rng)
-            draws.append(mean + spread * (counts @ length / counts.sum(axis=1) - mean))
+            off = counts @ length / counts.sum(axis=1) - mean
+            draws, lengths = [*draws, mean + student_spread(len(rows), RESAMPLES, rng) * off], [*lengths, mean]
             low, high = percentile_interval(draws[-1], 0.95)
             if 1 <= mean <= k + 1:  # no length can be outside of these
                 low, high = max(low, 1.0), min(high, k + 1)
-        entry |= {"mean_acceptance_length": mean, "low": low, "high": high}
+        edges = [int(2 ** (float(str(band)) + side)) if placed is not windows else None for side in (-0.5, 0.5)]
+        entry: dict[str, Any] = {"context_len_low": edges[0], "context_len_high": edges[1]}
+        entry["step_ms"] = rows["step_ms"].astype(float).median()
+        entry |= {"num_windows": len(rows), "mean_acceptance_length": mean, "low": low, "high": high}
         found.bands.append({name: None if pd.isna(value) else value for name, value in entry.items()})
-    if any(last > first for first, last, _ in bands):
-        found.warnings.append(f"contexts with fewer than {MIN_BAND} windows were joined with their neighbours")
     if k is None:
         found.acceptance = "none, plain decode"
-    elif len(draws) > 1:
+        return
+    if len(lengths) < len(found.bands):
+        found.warnings.append(f"bands of fewer than {MIN_BAND} windows have no interval and are not compared")
+    if len(lengths) > 1 and min(lengths) > 0:
         _, high = percentile_interval(draws[-1] - draws[0], 0.95)
-        change = found.bands[-1]["mean_acceptance_length"] / (found.bands[0]["mean_acceptance_length"] or 1) - 1
-        found.acceptance = "falling with context" if high < 0 and change < -FALLING else "flat over context"
-    elif not placed.empty:
-        few = f"{len(placed)} windows, {MIN_BAND} are needed for an interval" if not draws else "one band of context"
-        found.unknown.append(f"whether acceptance depends on context: {few}")
+        falls = high < 0 and lengths[-1] / lengths[0] - 1 < -FALLING
+        found.acceptance = "falling with context" if falls else "flat over context"
+    elif placed is not windows:
+        text = f"bands of context with at least {MIN_BAND} windows: {len(lengths)}, to compare are 2"
+        found.unknown.append(f"whether acceptance depends on context; {text}")
 
 
 def _cost(found: Diagnosis, windows: pd.DataFrame, shape: ModelShape | None, kv_dtype: str, num_gpus: int) -> None:
@@ -203,9 +190,8 @@ def _cost(found: Diagnosis, windows: pd.DataFrame, shape: ModelShape | None, kv_
     timed = timed[timed["batch_size"] == found.batch_size].astype(float)
     cached, step = (timed["context_len"] * timed["batch_size"]).to_numpy() / 1024, timed["step_ms"].to_numpy()
     if len(timed) < MIN_WINDOWS or cached.max() < 1.5 * cached.min():
-        sizes = f"{len(timed)} windows of batch {found.batch_size:g}"
         little = f"at least {MIN_WINDOWS} are needed" if len(timed) < MIN_WINDOWS else "over too little context"
-        found.unknown.append(f"slope of the step time: {sizes}, {little}")
+        found.unknown.append(f"slope of the step time: {len(timed)} windows of batch {found.batch_size:g}, {little}")
         return
     rng = generator(0, "step time")
     estimate = _line(np.ones((1, len(timed))), cached, step)[0]
@@ -262,10 +248,8 @@ def _judge(found: Diagnosis, windows: pd.DataFrame, k: int | None, is_plain: boo
         "no_floor": slope is not None,
         "no_slope": True,
     }
-    if ratio or slope is None:
-        cost = f"the step pays {ratio[0]:.1f}x one read of the KV cache" if ratio else "how the step grows is unknown"
-    else:
-        cost = f"the step grows by {slope[0]:.3f} ms per 1,024 cached tokens"
+    cost = "how the step grows is unknown" if slope is None else f"the step grows by {slope[0]:.3f} ms per 1,024 tokens"
+    cost = f"the step pays {ratio[0]:.1f}x one read of the KV cache" if ratio else cost
     words = {
         "length": length,
         "ceiling": k and k + 1,
@@ -275,10 +259,15 @@ def _judge(found: Diagnosis, windows: pd.DataFrame, k: int | None, is_plain: boo
         "windows": len(windows),
     }
     _conclude(found, holds, words)
-    if not is_plain:
-        found.unknown.append(
-            "cost of a plain decode step: not in this log; --recipe all-reject gives it in two minutes"
+    if holds["below_one"]:
+        found.acceptance, found.slope_ms_per_1k, found.intercept_ms, found.slope_over_floor = (
+            "unknown",
+            None,
+            None,
+            None,
         )
+    if not is_plain:
+        found.unknown.append("cost of a plain step: not in this log; --recipe all-reject gives it in two minutes")
 
 
 def _conclude(found: Diagnosis, holds: dict[str, bool], words: dict[str, Any]) -> None:
@@ -299,8 +288,8 @@ def _conclude(found: Diagnosis, holds: dict[str, bool], words: dict[str, Any]) -
     found.cause, found.next_step = rule["cause"].format(**words), rule["next_step"].format(**words)
     if costly and runs is None:
         version = f"version {found.engine_version}" if found.engine_version else "an unknown version"
-        name = "the backend, which is not told," if verify.backend == "unknown" else verify.backend
-        found.unknown.append(f"which kernel {name} verifies with in {version}")
+        name = "the verify pass runs" if verify.backend == "unknown" else f"{verify.backend} verifies with"
+        found.unknown.append(f"which kernel {name} in {version}")
 
 
 def _other_backend(found: Diagnosis, verify: Role) -> str:

@@ -25,11 +25,14 @@ Groups = dict[tuple[int, str, bool], Group]
 
 
 def grouped(records: Iterable[Record], server: Server, limit: int) -> Groups:
-    """Groups by number of the launch, engine, and whether it is plain decode. ``server``: the one the reader fills."""
-    found, chance, number = Groups(), random.Random(0), 0
+    """Groups by number of the server, engine, and whether it is plain decode. ``server``: the one the reader fills."""
+    found, chance, number, changes, place = Groups(), random.Random(0), 0, -1, 0
     for record in records:
         server.version, server.model = server.version or record.engine_version, server.model or record.model
-        group = found.setdefault((len(server.past), record.engine, record.plain), Group())
+        if server.changes != changes:  # launched again with the same arguments it is the same server
+            changes, same = server.changes, [other.facts() == server.facts() for other in server.past]
+            place = [*same, True].index(True)
+        group = found.setdefault((place, record.engine, record.plain), Group())
         group.warnings.update(record.warnings)
         if record.mean_acceptance_length is None:
             continue
@@ -40,8 +43,8 @@ def grouped(records: Iterable[Record], server: Server, limit: int) -> Groups:
         group.first, group.last = group.first or number, number
         if group.count <= limit:
             group.kept.append(record)
-        elif (place := chance.randrange(group.count)) < limit:  # each window is as likely to stay as any other
-            group.kept[place] = record
+        elif (index := chance.randrange(group.count)) < limit:  # each window is as likely to stay as any other
+            group.kept[index] = record
     return found
 
 
@@ -50,38 +53,26 @@ def judged(groups: Groups, server: Server) -> tuple[Group, bool, list[str]]:
 
     Makes ``server`` the one that they are of.
     """
-    sizes = Counter[str]()
-    for (_, engine, _), group in groups.items():
-        sizes[engine] += group.count
+    sizes, notes = Counter[str](), list[str]()
+    for (_, name, _), group in groups.items():
+        sizes[name] += group.count
     if not sizes:
-        return Group(), False, []
-    notes, (engine, _) = list[str](), sizes.most_common(1)[0]
+        return Group(), False, notes
+    engine = sizes.most_common(1)[0][0]
     if others := [f"{name} ({count} windows)" for name, count in sizes.items() if name != engine and count]:
         notes.append(
-            f"several engines in one log: {engine} has most windows and is judged, left out: {', '.join(others)}"
+            f"several engines in one log: {engine} has most windows and is judged; left out: {', '.join(others)}"
         )
-    servers, own = [*server.past, server], {key: group for key, group in groups.items() if key[1] == engine}
-    last = max((key[0] for key, group in own.items() if group.count or group.total), default=max(own)[0])
-    same = [i for i, other in enumerate(servers) if other.facts() == servers[last].facts()]
-    before = [group for key, group in own.items() if key[0] not in same and group.count]
-    if before:
-        number = len({key[0] for key, group in own.items() if key[0] not in same and group.count}) + 1
-        places = ", ".join(f"{group.first}-{group.last}" for group in before)
-        notes.append(f"the log holds {number} servers; the last one is judged, windows {places} belong to those before")
-    mine = servers[last] if servers[last].engine in ("", engine) else Server(gpu=server.gpu)
+    own = {key: group for key, group in groups.items() if key[1] == engine}
+    place = max(own, key=lambda key: (own[key].last, bool(own[key].total), key[0]))[0]
+    if before := {key: group for key, group in own.items() if key[0] != place and group.count}:
+        count, spans = len({key[0] for key in before}) + 1, (f"{g.first}-{g.last}" for g in before.values())
+        text = f"the last one is judged; windows {', '.join(spans)} belong to those before"
+        notes.append(f"the log holds {count} servers; {text}")
+    mine = [*server.past, server][place]
+    mine = mine if mine.engine in ("", engine) else Server(gpu=server.gpu)
     vars(server).update(vars(mine) | {"engine": engine})
-    kinds = {
-        plain: _joined([own[i, engine, plain] for i in same if (i, engine, plain) in own]) for plain in (False, True)
-    }
-    is_plain = bool(kinds[True].count) and not (kinds[False].count or kinds[False].total)
-    if kinds[True].count and not is_plain:
-        notes.append(f"{kinds[True].count} windows of plain decode were left out")
-    return kinds[is_plain], is_plain, notes
-
-
-def _joined(groups: list[Group]) -> Group:
-    found = Group()
-    for group in groups:
-        found.kept, found.total = found.kept + group.kept, group.total or found.total
-        found.count, found.warnings = found.count + group.count, found.warnings + group.warnings
-    return found
+    plain, drafted = (own.get((place, engine, is_plain), Group()) for is_plain in (True, False))
+    if drafted.count or drafted.total or not plain.count:
+        return drafted, False, notes + [f"{plain.count} windows of plain decode were left out"] * bool(plain.count)
+    return plain, True, notes
