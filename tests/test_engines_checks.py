@@ -46,7 +46,7 @@ PLANTED = {
     "4 requests not counted": (
         "total_num_output_tokens: 8192\nnum_drafts: 3200\nnum_draft_tokens: 9600\nnum_accepted_tokens: 4800\n"
         "mean acceptance length: 2.50",
-        "prefill gives one per request and steps without a draft the others; the requests are not counted",
+        "prefill gives one a request and steps without a draft the others; requests are not counted",
     ),
     "5 peak below mean": (serve(max_output_tokens_per_s=30.0), "chunk-counted client: a peak of 30"),
     "5 ITL above TPOT": (

@@ -29,9 +29,8 @@ def _counts(record: Record) -> Iterator[str]:
     most = record.details.get("draft_depth") or k  # of a tree one path is kept
     printed = record.details.get("mean_acceptance_length_of_drafted_steps")
     over = printed or length  # what the rates are over
-    with_draft = record.num_drafted_steps or (
-        accepted / (printed - 1) if printed and printed > 1 and accepted else steps
-    )
+    counted = accepted / (printed - 1) if printed and printed > 1 and accepted else steps
+    with_draft = record.num_drafted_steps or counted
     if over is not None and rates and abs(1 + sum(rates) - over) > _LENGTH + 0.0006 * len(rates):  # 1
         yield f"contradiction: 1 + sum of rates per position is {1 + sum(rates):.2f}, the length {over:.2f}"
     if over and accepted and record.num_verify_steps and 1 + accepted / (record.num_verify_steps + 2) > over + _LENGTH:
@@ -61,9 +60,7 @@ def _counts(record: Record) -> Iterator[str]:
         if extra < 0:
             yield f"steps + accepted exceed the output by {-extra:g} tokens: last steps overshoot the stop or the limit"
         elif extra > 2 and not known:
-            text = (
-                "prefill gives one per request and steps without a draft the others; the requests are not counted here"
-            )
+            text = "prefill gives one a request and steps without a draft the others; requests are not counted here"
             yield f"{extra:g} output tokens are not in steps + accepted: {text}"
         elif extra > 2 * requests and record.zero_draft_steps == "excluded":
             yield f"{extra - requests:g} output tokens came from steps without a draft, which are not in the length"

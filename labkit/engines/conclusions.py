@@ -54,9 +54,8 @@ def conclusions_table(reports: dict[int, dict[str, Any]]) -> pd.DataFrame:
 def _line(case: dict[str, Any]) -> dict[str, Any]:
     records = arms(case)
     flat = list(itertools.chain.from_iterable(records.values()))
-    lengths = (
-        [] if "filler" in case else [r.mean_acceptance_length for r in flat if r.mean_acceptance_length is not None]
-    )
+    printed = [r.mean_acceptance_length for r in flat if r.mean_acceptance_length is not None]
+    lengths = [] if "filler" in case else printed
     numbers = [f"length {length:.2f}" for length in dict.fromkeys(lengths) if length > 1][:3]
     costs = []
     for plain, arm, *_ in case["pairs"]:

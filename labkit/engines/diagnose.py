@@ -16,7 +16,7 @@ import pandas as pd
 
 from labkit.decide.intervals import generator, percentile_interval, resampled_weights, student_spread
 from labkit.engines.record import Record
-from labkit.engines.roles import Role, gpu_row, kernel, resolve_roles, rows_of, speculative_tokens
+from labkit.engines.roles import ROLES, Role, gpu_row, kernel, resolve_roles, rows_of, speculative_tokens
 from labkit.engines.server import Server
 from labkit.engines.tables import read_table
 from labkit.engines.trace import summarise
@@ -76,8 +76,8 @@ def diagnose(
     group, is_plain, notes = judged(grouped(records, server, MAX_WINDOWS), server)
     kept, count = group.kept, group.count
     found = Diagnosis(server.engine, server.version, model or server.model, gpu or server.gpu)
-    roles = resolve_roles(server, found.gpu).items()
-    found.roles = {name: role for name, role in roles if not is_plain or name in ("decode", "prefill")}
+    used = ("decode", "prefill") if is_plain else ROLES
+    found.roles = {name: role for name, role in resolve_roles(server, found.gpu).items() if name in used}
     found.warnings = notes + [f"{n} x {text}" if n > 1 else text for text, n in group.warnings.most_common(10)]
     if group.total and not kept:
         kept, count = group.total, 1
@@ -151,7 +151,7 @@ def _acceptance(found: Diagnosis, windows: pd.DataFrame, k: float | None) -> Non
         found.unknown.append("context of the windows: the source does not print cached tokens per request")
         placed = windows
     octave = np.log2(placed["context_len"].astype(float).fillna(1.0)).round().astype(int)
-    draws, lengths = [], list[float]()
+    draws, lengths = list[np.ndarray](), list[float]()
     for band, rows in placed.groupby(octave):
         rng, low, high = generator(0, "acceptance", band), math.nan, math.nan
         length, weight = rows["mean_acceptance_length"].to_numpy(float), rows["weight"].to_numpy(float)
@@ -199,9 +199,6 @@ def _cost(found: Diagnosis, windows: pd.DataFrame, shape: ModelShape | None, kv_
     draws = estimate + student_spread(len(timed), RESAMPLES, rng)[:, None] * (lines - estimate)
     fits = [(float(estimate[i]), *percentile_interval(draws[:, i], 0.95)) for i in range(2)]
     found.slope_ms_per_1k, found.intercept_ms = fits
-    if fits[0][2] < 0:
-        found.unknown.append("what attention costs: a step that gets shorter with more cached tokens is impossible")
-        return
     peak = gpu_row(found.gpu)
     if shape is None or peak is None:
         missing = "the model's shape (--model)" if shape is None else "the GPU's peak bandwidth (--gpu)"
@@ -210,7 +207,8 @@ def _cost(found: Diagnosis, windows: pd.DataFrame, shape: ModelShape | None, kv_
     per_token = shape.kv_bytes_per_token("float8_e4m3fn" if "fp8" in kv_dtype or "float8" in kv_dtype else "bfloat16")
     # Tensor parallelism shares the KV heads out, at most one per GPU.
     floor = per_token / min(num_gpus, shape.num_kv_heads) * 1024 / float(peak["memory_gb_per_s"]) / 1e6
-    found.slope_over_floor = tuple(value / floor for value in fits[0])  # type: ignore[assignment]
+    if fits[0][2] >= 0:  # else the slope is impossible
+        found.slope_over_floor = tuple(value / floor for value in fits[0])  # type: ignore[assignment]
 
 
 def _line(weights: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -226,9 +224,8 @@ def _judge(found: Diagnosis, windows: pd.DataFrame, k: int | None, is_plain: boo
     """The first rule of ``diagnosis_rules.csv`` that holds; what is not known stays named."""
     ratio, slope, eager = found.slope_over_floor, found.slope_ms_per_1k, windows["cuda_graph"].eq(False)
     length = float(np.average(windows["mean_acceptance_length"], weights=windows["weight"])) if len(windows) else 0.0
-    batch = windows["batch_size"].astype(float)
-    many = eager.sum() > 0.2 * len(windows)
-    holds = {
+    batch, many = windows["batch_size"].astype(float), eager.sum() > 0.2 * len(windows)
+    holds: dict[str, Any] = {
         "no_speculation": windows.empty,
         "plain": is_plain,
         "below_one": length < 1 - SLACK,
@@ -250,22 +247,18 @@ def _judge(found: Diagnosis, windows: pd.DataFrame, k: int | None, is_plain: boo
     }
     cost = "how the step grows is unknown" if slope is None else f"the step grows by {slope[0]:.3f} ms per 1,024 tokens"
     cost = f"the step pays {ratio[0]:.1f}x one read of the KV cache" if ratio else cost
-    words = {
-        "length": length,
-        "ceiling": k and k + 1,
-        "ratio": ratio[0] if ratio else None,
-        "cost": "the slope of its steps is impossible, below 0" if holds["impossible_slope"] else cost,
-        "eager": eager.sum(),
-        "windows": len(windows),
-    }
+    cost = "the slope of its steps is impossible, below 0" if holds["impossible_slope"] else cost
+    words = {"length": length, "ceiling": k and k + 1, "ratio": ratio[0] if ratio else None, "cost": cost}
+    words |= {"eager": eager.sum(), "windows": len(windows)}
     _conclude(found, holds, words)
-    if holds["below_one"]:
+    if holds["below_one"]:  # step times are derived from lengths
         found.acceptance, found.slope_ms_per_1k, found.intercept_ms, found.slope_over_floor = (
             "unknown",
             None,
             None,
             None,
         )
+        found.bands = [band | {"step_ms": None} for band in found.bands]
     if not is_plain:
         found.unknown.append("cost of a plain step: not in this log; --recipe all-reject gives it in two minutes")
 
@@ -273,10 +266,8 @@ def _judge(found: Diagnosis, windows: pd.DataFrame, k: int | None, is_plain: boo
 def _conclude(found: Diagnosis, holds: dict[str, bool], words: dict[str, Any]) -> None:
     """Cause and next step of the first rule that holds."""
     rule = next(row for row in read_table("diagnosis_rules.csv") if holds.get(row["finding"]))
-    verify, costly = (
-        found.roles.get("verify", Role("unknown", "")),
-        rule["finding"] in ("verify_cost", "trace_attention"),
-    )
+    verify = found.roles.get("verify", Role("unknown", ""))
+    costly = rule["finding"] in ("verify_cost", "trace_attention")
     graph = rows_of(found.engine, "setting", found.engine_version, role="graph")
     runs = kernel(found, verify.backend)
     unsplit = runs is not None and runs["kv_split"] == "no"
@@ -287,9 +278,7 @@ def _conclude(found: Diagnosis, holds: dict[str, bool], words: dict[str, Any]) -
     }
     found.cause, found.next_step = rule["cause"].format(**words), rule["next_step"].format(**words)
     if costly and runs is None:
-        version = f"version {found.engine_version}" if found.engine_version else "an unknown version"
-        name = "the verify pass runs" if verify.backend == "unknown" else f"{verify.backend} verifies with"
-        found.unknown.append(f"which kernel {name} in {version}")
+        found.unknown.append("which kernel the verify pass runs: the table has none for this backend and version")
 
 
 def _other_backend(found: Diagnosis, verify: Role) -> str:

@@ -33,12 +33,8 @@ class Reader:
         self._start(Server())
 
     def _start(self, server: Server) -> None:
-        self.server, self._blocks = server, clients.Blocks()
-        self._launch()
-
-    def _launch(self) -> None:
-        self._graphs, self._logs = set[bool](), dict[str, Any]()
-        self._logs |= {"sglang": sglang.Log(self.server), "vllm": vllm.Log(), "llamacpp": llamacpp.Log()}
+        self.server, self._blocks, self._graphs = server, clients.Blocks(), set[bool]()
+        self._logs: dict[str, Any] = {"sglang": sglang.Log(server), "vllm": vllm.Log(), "llamacpp": llamacpp.Log()}
 
     def read(self, path: str | Path, server: Server | None = None, sampled: bool = False) -> Iterator[Record]:
         """Records of one file. ``server``: facts that hold for several files of one server; ``sampled``: of a long log
@@ -112,7 +108,7 @@ class Reader:
             if self._server_here and self.server.served and begins_server(text):  # a restart in the same log
                 yield from self._logs["sglang"].ready(at_end=True)
                 self.server.restart()
-                self._launch()
+                self._graphs, self._logs["sglang"] = set(), sglang.Log(self.server)
             content = load_json(text.removeprefix("data: ")) if text.startswith(_JSON) and may_match(text) else None
             if content is not None:
                 yield from self._of_json(content, f"{name}:{line}")

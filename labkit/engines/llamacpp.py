@@ -23,9 +23,8 @@ class Log:
 
     def part(self, record: Record, values: Mapping[str, str], text: str) -> list[Record]:
         """A prompt or eval line, kept for the draft line that follows."""
-        if "prompt_tokens" in record.details:  # the first line of a request
-            self.slots[_slot(text)] = {}
-        self.slots.setdefault(_slot(text), {}).update(record.details)
+        known = {} if "prompt_tokens" in record.details else self.slots.get(_slot(text), {})  # a request begins
+        self.slots[_slot(text)] = known | record.details
         return []
 
     def slot_line(self, record: Record, values: Mapping[str, str], text: str) -> list[Record]:

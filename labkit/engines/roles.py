@@ -143,9 +143,8 @@ def launch_findings(server: Server, flags: list[str]) -> Iterator[str]:
     for name in sorted(_WHOLE & args.keys()):
         if not (args[name].isdecimal() and len(args[name]) < 19 and int(args[name])):
             yield f"{name}: wanted a whole number of at least 1, got {args[name]!r}"
-    known = [
-        name for row in rows_of(server.engine, "setting", None, role="backends") for name in row["value"].split("|")
-    ]
+    read = rows_of(server.engine, "setting", None, role="backends")
+    known = [name for row in read for name in row["value"].split("|")]
     for name in (name for name in args if name.endswith("attention_backend") and name[:3] != "mm_"):
         if known and not any(fnmatch.fnmatch(args[name].lower(), pattern.lower()) for pattern in known):
             yield f"{name} {args[name]}: no backend of the versions read; they have {', '.join(known)}"
@@ -161,13 +160,10 @@ def launch_findings(server: Server, flags: list[str]) -> Iterator[str]:
     if most and rows_given and (rows_given > most or (chain and rows_given != most)):
         text = f"{steps} steps with topk {topk or 1} hold {most} rows, root counted"
         yield f"--speculative-num-draft-tokens {rows_given}: {text}"
-    k, batch, graph = (
-        speculative_tokens(server, rows=True),
-        server.number("max_running_requests", "max_num_seqs"),
-        server.number,
-    )
+    batch, graph = server.number("max_running_requests", "max_num_seqs"), server.number
     sizes = [int(text) for text in args.get("cudagraph_capture_sizes", "").split() if text.isdecimal()]
-    size, q_len = graph("max_cudagraph_capture_size") or max(sizes, default=None), (k or 0) + 1
+    q_len = (speculative_tokens(server, rows=True) or 0) + 1
+    size = graph("max_cudagraph_capture_size") or max(sizes, default=None)
     if size and batch and size < batch * q_len:
         yield f"largest CUDA graph {size}: below batch x q_len = {batch} x {q_len}; those steps run eager"
     if (size := graph("cuda_graph_max_bs")) and batch and size < batch:
@@ -200,9 +196,6 @@ def launch_notes(server: Server, flags: list[str]) -> Iterator[str]:
     yield from _flag_texts(server, flags)[1]
     if k := speculative_tokens(server):
         yield f"acceptance length is at most {k + 1}: {k} drafts on a path and the bonus token"
-    if (
-        server.engine == "sglang"
-        and "speculative_algorithm" in server.args
-        and not server.number("max_running_requests")
-    ):
+    drafts = server.engine == "sglang" and "speculative_algorithm" in server.args
+    if drafts and not server.number("max_running_requests"):
         yield "--max-running-requests is unset: any speculative algorithm sets it to 48, a ceiling on throughput"

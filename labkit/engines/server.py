@@ -52,10 +52,6 @@ class Server:
         self.engine, self.model, self.served, self.changes = "", None, False, self.changes + 1
         self.args, self.named, self.settings = {}, {}, {}
 
-    def facts(self) -> tuple[Any, ...]:
-        """What makes it another server than one before."""
-        return self.version, self.model, self.args, self.named
-
     def take_line(self, text: str) -> bool:
         """Look at one log line; whether it told something."""
         if ("NVIDIA " in text or "RTX " in text) and (gpu := _GPU.search(text)):

@@ -4,9 +4,12 @@ import random
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from labkit.engines.record import Record
 from labkit.engines.server import Server
+
+_FACTS = attrgetter("version", "model", "args", "named")  # what makes it another server than one before
 
 
 @dataclass
@@ -30,7 +33,7 @@ def grouped(records: Iterable[Record], server: Server, limit: int) -> Groups:
     for record in records:
         server.version, server.model = server.version or record.engine_version, server.model or record.model
         if server.changes != changes:  # launched again with the same arguments it is the same server
-            changes, same = server.changes, [other.facts() == server.facts() for other in server.past]
+            changes, same = server.changes, [_FACTS(other) == _FACTS(server) for other in server.past]
             place = [*same, True].index(True)
         group = found.setdefault((place, record.engine, record.plain), Group())
         group.warnings.update(record.warnings)
@@ -49,10 +52,7 @@ def grouped(records: Iterable[Record], server: Server, limit: int) -> Groups:
 
 
 def judged(groups: Groups, server: Server) -> tuple[Group, bool, list[str]]:
-    """The windows of the last server of the engine with most of them, whether they are plain, and what was left out.
-
-    Makes ``server`` the one that they are of.
-    """
+    """Windows of the last server of the main engine (``server`` becomes it), are they plain, and what was left out."""
     sizes, notes = Counter[str](), list[str]()
     for (_, name, _), group in groups.items():
         sizes[name] += group.count
@@ -60,15 +60,12 @@ def judged(groups: Groups, server: Server) -> tuple[Group, bool, list[str]]:
         return Group(), False, notes
     engine = sizes.most_common(1)[0][0]
     if others := [f"{name} ({count} windows)" for name, count in sizes.items() if name != engine and count]:
-        notes.append(
-            f"several engines in one log: {engine} has most windows and is judged; left out: {', '.join(others)}"
-        )
+        notes.append(f"several engines: {engine} has most windows and is judged; left out: {', '.join(others)}")
     own = {key: group for key, group in groups.items() if key[1] == engine}
     place = max(own, key=lambda key: (own[key].last, bool(own[key].total), key[0]))[0]
     if before := {key: group for key, group in own.items() if key[0] != place and group.count}:
-        count, spans = len({key[0] for key in before}) + 1, (f"{g.first}-{g.last}" for g in before.values())
-        text = f"the last one is judged; windows {', '.join(spans)} belong to those before"
-        notes.append(f"the log holds {count} servers; {text}")
+        count, spans = len({key[0] for key in before}) + 1, ", ".join(f"{g.first}-{g.last}" for g in before.values())
+        notes.append(f"the log holds {count} servers; the last one is judged; windows {spans} belong to those before")
     mine = [*server.past, server][place]
     mine = mine if mine.engine in ("", engine) else Server(gpu=server.gpu)
     vars(server).update(vars(mine) | {"engine": engine})
