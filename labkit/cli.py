@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,9 +33,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         found = getattr(importlib.import_module(f"labkit.{module}"), function)(arguments)
         if not isinstance(found, tuple):
+            sys.stdout.flush()  # a full disk shows here, not at the exit of the interpreter
             return int(found or 0)
         content, text, code = found
         print(json.dumps(content, indent=2, allow_nan=False, default=str) if arguments.json else text)
+        sys.stdout.flush()
         return int(code)
     except (InputError, Unsupported, BackendUnavailable, FileNotFoundError, PermissionError) as error:
         print(f"labkit {arguments.name}: {_one_line(error)}", file=sys.stderr)
@@ -44,6 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has seen enough
         sys.stderr.close()
         return 0
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        print(f"labkit {arguments.name}: output: {error.strerror}", file=sys.stderr)
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 what is left in the old one can go nowhere
+        return BAD_INPUT
 
 
 def _one_line(error: Exception) -> str:
@@ -207,7 +217,7 @@ def _add_reading(add: _Add) -> None:
         "file", nargs="?", metavar="LOG|TRACE|RUN", help="a server's log, a trace, attention runs; - is stdin"
     )
     diagnoser.add_argument("--base-url", metavar="URL", help="also read the running server's info and metrics pages")
-    diagnoser.add_argument("--launch", metavar="LINE", help="check a launch line instead of a log")
+    diagnoser.add_argument("--launch", metavar="LINE", action="append", help="check a launch line instead of a log")
     diagnoser.add_argument("--recipe", metavar="NAME", help="print (never run) all-reject, k-sweep or backend-ab")
     for name in ("gpu", "model", "kv-dtype", "engine-version"):
         diagnoser.add_argument(f"--{name}", help="where the log or launch line does not tell it")

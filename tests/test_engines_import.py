@@ -821,3 +821,66 @@ def test_clean_leaves_other_json_alone():
         assert clean(json.dumps({"log": "\x1b[1mbold\x1b[0m\n"})) == "bold"
     with pytest.raises(InputError):
         Input("no/such/file")
+
+
+def test_a_length_that_the_counts_deny_is_a_contradiction():
+    for changed in ({"spec_decode_acceptance_length": 3.5}, {"spec_decode_acceptance_rate": 80.0}):
+        (record,) = Reader().read_text(json.dumps(SERVE | changed), "x")
+        assert any("contradiction: the printed" in text for text in record.warnings)
+    start = "INFO 05-08 10:00:00 Speculative metrics: Draft acceptance rate: "
+    tail = "Number of speculative tokens: 3, Number of accepted tokens: 360, Number of draft tokens: 600, "
+    for rate, efficiency, wrong in ((0.6, 0.7, 0), (0.9, 0.7, 1), (0.6, 0.2, 1)):
+        line = f"{start}{rate:.3f}, System efficiency: {efficiency:.3f}, {tail}Number of emitted tokens: 560."
+        (record,) = Reader().read_text(line, "x")
+        assert sum("contradiction" in text for text in record.warnings) == wrong
+    line = "INFO SpecDecoding metrics: Mean acceptance length: {}, " + V1 + ", Avg Draft acceptance rate: {}%"
+    for length, rate, wrong in ((2.8, 60.0, 0), (3.5, 60.0, 1), (2.8, 90.0, 1)):
+        (record,) = Reader().read_text(line.format(length, rate), "x")
+        assert sum("contradiction" in text for text in record.warnings) == wrong
+
+
+def test_the_step_of_bench_serve_is_tpot_times_length():
+    content = SERVE | {"max_concurrency": 1, "output_throughput": 5.0}
+    (record,) = Reader().read_text(json.dumps(content | {"mean_tpot_ms": 7.0}), "x")
+    assert record.step_ms == pytest.approx(7.0 * 2.8)
+    assert record.details["step_ms_from"] == "TPOT x length"
+    (record,) = Reader().read_text(json.dumps(content), "x")
+    assert record.step_ms is None
+    assert any("no TPOT" in text for text in record.warnings)
+
+
+def test_no_figure_is_no_record(tmp_path, capsys):
+    (tmp_path / "s.log").write_text("some statistics of the year\n")
+    for name in ("s.log", "nope.log"):
+        assert main(["import", str(tmp_path / name), "--out", str(tmp_path / "o2")]) == 2
+        assert len(capsys.readouterr().err.strip().splitlines()) == 1
+    assert not (tmp_path / "o2").exists()
+
+
+@pytest.mark.parametrize("text", ["nan", "inf"])
+def test_an_accept_len_that_is_no_number_is_told(text):
+    line = f"[2026-05-08 10:00:00] Decode batch. #running-req: 1, {SG.replace('2.80', text)}, {GRAPH}{TAIL}"
+    (record,) = Reader().read_text(line, "x")
+    assert any("is no number" in warning for warning in record.warnings)
+
+
+@pytest.mark.parametrize(
+    ("command", "wanted"),
+    [
+        ("import - - < {log}", "only once"),
+        ("import - <&-", "closed"),
+        ("diagnose - <&-", "closed"),
+        ("import {log} --out {folder}", "this is a folder"),
+        ("import {log} > /dev/full", "No space left"),
+        ("diagnose {log} --launch 'vllm serve m'", "one launch line alone"),
+        ("diagnose --launch 'vllm serve m' --launch 'vllm serve n'", "one launch line alone"),
+    ],
+)
+def test_input_and_output_that_cannot_be_used(tmp_path, command, wanted):
+    (tmp_path / "import.parquet").mkdir()
+    log = tmp_path / "x.json"
+    log.write_text(json.dumps(SERVE))
+    shell = f"{sys.executable} -m labkit {command.format(log=log, folder=tmp_path)}"
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=False)
+    assert (done.returncode, len(done.stderr.strip().splitlines())) == (2, 1), done.stderr
+    assert wanted in done.stderr

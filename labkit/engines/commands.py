@@ -45,10 +45,6 @@ def run_import(arguments: argparse.Namespace) -> None:
     logs = [path for path in arguments.files if path not in traces]
     steps, records = _steps(traces, reader), import_files(logs, reader=reader)
     if arguments.out:
-        try:
-            arguments.out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(f"out: wanted a folder, got {str(arguments.out)!r} ({error.strerror})") from error
         steps = write(steps, arguments.out / "steps.parquet", plain) if traces else steps
         records = write(records, arguments.out / "import.parquet", plain) if logs else records
     if arguments.json:
@@ -76,6 +72,9 @@ def _step_line(row: dict[str, Any]) -> str:
 def run_diagnose(arguments: argparse.Namespace) -> int:
     """Diagnose a log, a trace or a launch line, or print a recipe; 1 where a launch line has a mistake."""
     _check_options(arguments)
+    if len(arguments.launch or []) > 1 or (arguments.launch and (arguments.file or arguments.base_url)):
+        raise InputError("launch: wanted one launch line alone; a log, a server or another line is its own question")
+    arguments.launch = arguments.launch[0] if arguments.launch else None
     if arguments.file and _is_run(Path(arguments.file)):
         return _diagnose_run(arguments)
     if arguments.launch:

@@ -57,7 +57,7 @@ class Reader:
         self._start(server or Server())
         backend, changes, imposed = None, -1, False
         for record in itertools.chain(records, self._at_end()):
-            if self.engine in ("auto", record.engine):
+            if self.engine in ("auto", record.engine) and record.has_figures:
                 facts = self.server
                 record.engine_version = record.engine_version or facts.version
                 record.model = record.model or facts.model

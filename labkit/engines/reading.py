@@ -33,6 +33,8 @@ class Input:
         self.name, self.notes, self.size = str(path), list[str](), 0
         self._raw: Any
         if self.name == "-":
+            if sys.stdin is None or sys.stdin.closed:
+                raise InputError("stdin: wanted an open standard input, and - only once; it is closed")
             self.name, self._raw = "stdin", sys.stdin.buffer
         elif Path(path).is_dir() or not Path(path).exists():  # a pipe is fine
             problem = "a folder" if Path(path).is_dir() else "no such file"

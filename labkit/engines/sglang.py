@@ -114,6 +114,8 @@ class Log:
         if record.mean_acceptance_length is None and "accept len" not in values:
             record.mean_acceptance_length, record.details["plain"] = 1.0, True
             record.definition = "plain decode: the line has no accept len, one token per step and request"
+        elif record.mean_acceptance_length is None:
+            record.warn(f"accept len of {values['accept len'][:20]!r} is no number: the length is unknown")
         elif (rate := number(values.get("accept rate"))) is not None:
             self._fit(record, rate)
         self._window(record, self.ranks[rank])

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from labkit.engines.record import Record
+from labkit.errors import InputError
 
 _CHUNK = 5000  # rows of a row group, all that is held in memory
 
@@ -27,6 +28,8 @@ RECORDS = pa.schema([(name, _type(kind)) for name, kind in Record.__annotations_
 
 def write(items: Iterable[Any], path: Path, plain: Callable[[Any], Any]) -> Iterator[Any]:
     """Pass the items on and write them, as ``plain`` gives them, into a file that is whole or absent."""
+    if path.is_dir():
+        raise InputError(f"{path}: wanted a file to write, this is a folder")
     temporary, items = path.with_name(f".{path.name}.tmp"), iter(items)
     writer: pq.ParquetWriter | None = None
     try:
@@ -34,6 +37,7 @@ def write(items: Iterable[Any], path: Path, plain: Callable[[Any], Any]) -> Iter
             rows = [plain(item) for item in chunk]
             columns = {name: _column([row[name] for row in rows]) for name in rows[0]}
             if writer is None:
+                _make_folder(path.parent)  # only now: input that cannot be read leaves nothing behind
                 schema = RECORDS if isinstance(chunk[0], Record) else pa.table(columns).schema
                 writer = pq.ParquetWriter(temporary, schema, compression="zstd")
             writer.write_table(pa.table(columns, schema=writer.schema))
@@ -44,7 +48,15 @@ def write(items: Iterable[Any], path: Path, plain: Callable[[Any], Any]) -> Iter
     finally:
         if writer is not None:
             writer.close()
-        temporary.unlink(missing_ok=True)
+        if temporary.exists():
+            temporary.unlink()
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"out: wanted a folder, got {str(folder)!r} ({error.strerror})") from error
 
 
 def _column(values: list[Any]) -> list[Any]:

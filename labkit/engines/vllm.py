@@ -27,6 +27,7 @@ class Log:
 
     def v1(self, record: Record, values: Mapping[str, str], text: str) -> list[Record]:
         """A window; steps, k and the bonus are settled by arithmetic."""
+        printed_against_counts(record)
         settle_v1(record, number(values.get("Mean acceptance length")))
         return [self._join(record, text)]
 
@@ -37,6 +38,14 @@ class Log:
             return []
         record.num_drafted_steps = round(drafted / k)
         record.num_accepted_tokens = round(emitted - record.num_drafted_steps)
+        efficiency, kept = number(values.get("System efficiency")), number(values.get("Number of accepted tokens"))
+        counted = emitted / (record.num_drafted_steps * (k + 1))
+        if efficiency is not None and abs(efficiency - counted) > _LENGTH:
+            record.warn(f"contradiction: the printed efficiency is {efficiency:.3f}, by the counts it is {counted:.3f}")
+        rate = number(values.get("Draft acceptance rate"))  # over its own accepted tokens: matches after a miss too
+        if rate is not None and kept is not None and abs(rate - kept / drafted) > _LENGTH:
+            text = f"the printed acceptance rate is {rate:.3f}, by the counts it is {kept / drafted:.3f}"
+            record.warn(f"contradiction: {text}")
         window = difference(self.totals, record) if self.totals else None
         self.totals = record.derive()
         return [record] + ([self._join(window, text)] if window else [])
@@ -103,6 +112,10 @@ def settle_v1(record: Record, printed: float | None) -> None:
         by_rates = {bonus for bonus in (False, True) if abs(printed - bonus - total) < slack}
         bonuses = bonuses & by_rates or by_rates
         record.num_speculative_tokens = len(rates)
+    if rates and not bonuses:
+        text = f"the printed length {printed:.2f} is neither sum of rates {total:.2f} nor 1 more"
+        record.warn(f"contradiction: {text}; the length is not used")
+        return
     if len(bonuses) != 1:
         record.warn("whether the bonus is in this length cannot be told from the line's own figures; it is not used")
         return
@@ -133,6 +146,28 @@ def request(record: Record, node: Mapping[str, Any]) -> None:
 
 
 def bench(record: Record, node: Mapping[str, Any]) -> None:
-    """One stream at a time."""
-    if record.details.get("max_concurrency") == 1:
-        record.batch_size = 1.0
+    """One stream at a time: its step is TPOT x length; the run's throughput has the prefill in it."""
+    printed_against_counts(record)
+    length, tpot = record.derive().mean_acceptance_length, record.details.get("tpot_ms")
+    if record.details.get("max_concurrency") != 1:
+        return
+    record.batch_size = 1.0
+    if length and tpot:
+        record.step_ms, record.step_ms_source = tpot * length, "derived"
+        record.details["step_ms_from"] = "TPOT x length"
+    elif length:
+        record.prefill_mixed = True
+        record.warn("no TPOT: the throughput of the run has prefill in it, so no step time from it")
+
+
+def printed_against_counts(record: Record) -> None:
+    """Warn where a printed length or rate is not that of the printed counts, which are then used."""
+    steps, accepted, drafted = record.steps, record.num_accepted_tokens, record.num_drafted_tokens
+    if accepted is None:
+        return
+    for name, value, counted in (
+        ("length", record.mean_acceptance_length, 1 + accepted / steps if steps else None),
+        ("acceptance rate", record.draft_acceptance_rate, accepted / drafted if drafted else None),
+    ):
+        if value is not None and counted is not None and abs(value - counted) > _LENGTH:
+            record.warn(f"contradiction: the printed {name} is {value:.3f}, by the counts it is {counted:.3f}")
