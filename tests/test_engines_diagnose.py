@@ -430,6 +430,21 @@ LAUNCH += "--speculative-num-draft-tokens {}"
         ("sglang serve --model-path m --disable-cuda-graph", "0.5.21", ["without a CUDA graph"]),
         ("sglang serve --model-path m --attention-backend fa9", "0.5.21", ["fa9: no backend"]),
         ("llama-server -m m.gguf --spec-draft-n-max 4", "9030", []),
+        (LAUNCH.format(3, 1, 4) + " --cuda-graph-max-bs 4", "0.5.21", ["below 48 running"]),
+        (LAUNCH.format(3, 1, 4).replace("EAGLE", "EAGEL"), "0.5.21", ["EAGEL"]),
+        ("sglang serve --model-path m --speculative-algorithm DSPARK", "0.5.15", ["DSPARK: not in sglang 0.5.15"]),
+        ("vllm serve m --speculative-config.method medusa", "0.33.0", ["medusa: not in vllm 0.33.0; known for 0.9.2"]),
+        (
+            "vllm serve m --speculative_config '{\"method\": \"deepseek_mtp\", \"num_speculative_token\": 3}'",
+            "0.33.0",
+            ["did you mean num_speculative_tokens?"],
+        ),
+        (
+            "vllm serve m --speculative-config.num_speculative_tokens 3 --max-num-seqs 64 "
+            "-O '{\"cudagraph_capture_sizes\":[1,2,4,8]}'",
+            "0.33.0",
+            ["below batch x q_len = 64 x 4"],
+        ),
     ],
 )
 def test_launch_lines(line, version, wanted):
@@ -467,6 +482,15 @@ def test_flags_that_are_not_known_are_said_to_be(line, version, flag):
     ]
 
 
+def test_flags_of_other_programs_and_underscores_are_no_notes():
+    line = "docker run --gpus all lmsysorg/sglang:v0.5.21 python3 -m sglang.launch_server --model-path m"
+    made, flags = parse_launch(line, "0.5.21")
+    assert flags == ["--model-path"]
+    made, flags = parse_launch("vllm serve m --speculative_config '{\"num_speculative_tokens\": 3}'", "0.33.0")
+    assert (made.model, flags) == ("m", ["--speculative-config"])
+    assert [text for text in launch_notes(made, flags) if "unknown" in text] == []
+
+
 @pytest.mark.parametrize("option", [("--engine-version", "banana"), ("--gpu", "H300"), ("--kv-dtype", "foo")])
 def test_options_that_mean_nothing(capsys, option):
     assert main(["diagnose", "--launch", "vllm serve m", *option]) == 2
@@ -477,6 +501,7 @@ def test_options_that_mean_nothing(capsys, option):
 
 @pytest.mark.parametrize(
     "line", ["", "python train.py", "sglang serve 'open", "vllm serve m --speculative-config '{bad'"]
+    + ["vllm serve m --speculative-config '[1]'", "vllm serve m --speculative-config"],
 )
 def test_bad_launch_lines(line):
     with pytest.raises(InputError, match="launch: "):

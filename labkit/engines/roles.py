@@ -16,6 +16,8 @@ _WHOLE = {f"speculative_{name}" for name in ("num_steps", "eagle_topk", "num_dra
     *("num_speculative_tokens", "spec_tokens", "spec_draft_n_max", "max_draft_len", "max_num_seqs", "page_size"),
     *("max_running_requests", "cuda_graph_max_bs", "max_cudagraph_capture_size", "tp_size", "tensor_parallel_size"),
 }
+SGLANG_LIMIT = 48  # of running requests, by any speculative algorithm where none is given
+_CONFIG_KEYS = ("method", "model", "num_speculative_tokens", "quantization", "max_model_len", "revision")
 ROLES = ("verify", "decode", "draft", "draft_extend", "prefill", "linear_decode", "linear_verify")
 
 
@@ -166,6 +168,7 @@ def launch_findings(server: Server, flags: list[str]) -> Iterator[str]:
     size = graph("max_cudagraph_capture_size") or max(sizes, default=None)
     if size and batch and size < batch * q_len:
         yield f"largest CUDA graph {size}: below batch x q_len = {batch} x {q_len}; those steps run eager"
+    batch = batch or (SGLANG_LIMIT if server.engine == "sglang" and "speculative_algorithm" in args else None)
     if (size := graph("cuda_graph_max_bs")) and batch and size < batch:
         yield f"--cuda-graph-max-bs {size}: below {batch} running requests; larger batches run eager"
 
@@ -175,7 +178,15 @@ def _flag_texts(server: Server, flags: list[str]) -> tuple[list[str], list[str]]
     engine, wrong, unknown = server.engine, list[str](), list[str]()
     read = {version_key(v) for row in rows_of(engine, "setting", None, role="read") for v in row["value"].split("|")}
     known = known_flags(engine)
+    wrong_value, unknown_value = _algorithm_texts(server, version_key(server.version) in read)
+    wrong += wrong_value
+    unknown += unknown_value
     for flag in flags:
+        if flag.startswith("speculative_config."):
+            close = difflib.get_close_matches(flag.partition(".")[2], _CONFIG_KEYS, 1, 0.8)
+            text = f"{flag}: no key of the table; did you mean {close[0]}?" if close else ""
+            (wrong if close else unknown).append(text or f"{flag}: unknown for this version; it was not checked")
+            continue
         rows = [row for row in read_table("engine_flags.csv") if row["engine"] == engine]
         rows = [row for row in rows if flag in row["flag"].split("|")]
         gone = next((row["note"] for row in rows if row["role"] == "removed"), "")
@@ -191,6 +202,25 @@ def _flag_texts(server: Server, flags: list[str]) -> tuple[list[str], list[str]]
     return wrong, unknown
 
 
+def _algorithm_texts(server: Server, is_read: bool) -> tuple[list[str], list[str]]:
+    """An algorithm or method that no version has, or this one has not; the same where the version was not read."""
+    name = {"sglang": "speculative_algorithm", "vllm": "method", "llamacpp": "spec_type"}.get(server.engine, "")
+    given = server.args.get("spec_method", "") if name == "method" else ""
+    given = str(server.settings.get(name) or given) if name == "method" else server.args.get(name, "")
+    rows = rows_of(server.engine, "setting", None, role="algorithm")
+    asked = given.upper() if server.engine == "sglang" else "mtp" if given.endswith("_mtp") else given
+    having = [row for row in rows if asked in row["value"].split("|")]
+    if not given or any(row in rows_of(server.engine, "setting", server.version, role="algorithm") for row in having):
+        return [], []
+    if not having:
+        names = [value for row in rows for value in row["value"].split("|")]
+        return [f"{name} {given}: not in the versions read; they have {', '.join(names)}"], []
+    ranges = ", ".join(f"{row['version_from']} to {row['version_to']}" for row in having)
+    if is_read:
+        return [f"{name} {given}: not in {server.engine} {server.version}; known for {ranges}"], []
+    return [], [f"{name} {given}: unknown for this version; known for {ranges}"]
+
+
 def launch_notes(server: Server, flags: list[str]) -> Iterator[str]:
     """What follows from the arguments and is no mistake."""
     yield from _flag_texts(server, flags)[1]
@@ -198,4 +228,5 @@ def launch_notes(server: Server, flags: list[str]) -> Iterator[str]:
         yield f"acceptance length is at most {k + 1}: {k} drafts on a path and the bonus token"
     drafts = server.engine == "sglang" and "speculative_algorithm" in server.args
     if drafts and not server.number("max_running_requests"):
-        yield "--max-running-requests is unset: any speculative algorithm sets it to 48, a ceiling on throughput"
+        text = f"any speculative algorithm sets it to {SGLANG_LIMIT}, a ceiling on throughput"
+        yield f"--max-running-requests is unset: {text}"

@@ -28,6 +28,7 @@ _SETTING = re.compile(
 )
 _IMPOSED = re.compile("synth|(?i:simulate_acc_len|force_num_accepted)")
 _PROGRAMS = {"sglang": "sglang", "vllm": "vllm", "llama-": "llamacpp", "trtllm": "trtllm"}
+_MODULES = {("-m", "sglan"), ("-m", "vllm.")}  # the program, where an image before it has the same name
 _ENVIRONMENT = re.compile(r"([A-Z][A-Z0-9_]+)=(.*)")
 
 
@@ -115,6 +116,10 @@ class Server:
         return given or self.args.get("rejection_sample_method") == "synthetic"
 
 
+def _is_setting(name: str) -> bool:
+    return name == "num_spec_tokens" or _SETTING.fullmatch(name) is not None
+
+
 def tells_of_server(text: str) -> bool:
     """Whether a text may hold a line that `Server.take_line` understands."""
     return any(mark in text for mark in ("NVIDIA ", "RTX ", *_ARGUMENT_LINES, *(f.has for f in formats("server"))))
@@ -151,22 +156,37 @@ def parse_launch(line: str, version: str | None) -> tuple[Server, list[str]]:
         words = shlex.split(line.replace("\\\n", " "))
     except ValueError as error:
         raise InputError(f"launch: wanted a shell command, got {error}") from error
-    places = ((name, i) for mark, name in _PROGRAMS.items() for i, word in enumerate(words) if mark in word)
+    start = next((i + 1 for i, word in enumerate(words[:-1]) if (word, words[i + 1][:5]) in _MODULES), 0)
+    places = ((name, i) for mark, name in _PROGRAMS.items() for i, word in enumerate(words) if i >= start and mark in word)
     engine, program = next(places, ("", 0))
     if not engine:
         raise InputError(f"launch: wanted a command of {', '.join(_PROGRAMS.values())}, got {line[:60]!r}")
     values: dict[str, Any] = {match[1]: match[2] for word in words if (match := _ENVIRONMENT.fullmatch(word))}
     flags = list(values)
     for word, after in zip(words[program:], [*words[program + 1 :], ""], strict=True):
-        if word.startswith("--") or re.fullmatch(r"-[a-z]{1,4}", word):
-            name, _, value = word.partition("=")
-            flags.append(name)
-            text = value or ("true" if after.startswith("--") or not after else after)
-            key = name.strip("-").replace("-", "_")
+        if word.startswith("--") or re.fullmatch(r"-[a-z]{1,4}|-O", word):
+            name, mark, value = word.partition("=")
+            head, dot, inner = name.partition(".")
+            if engine == "vllm" and head.startswith("--"):  # its parser takes either form
+                head = f"--{head.strip('-').replace('_', '-')}"
+            flags.append(f"{head}{dot}{inner}")
+            text = value if mark else ("true" if after.startswith("--") or not after else after)
+            key = "compilation_config" if head == "-O" else head.strip("-").replace("-", "_")
+            if dot:
+                known = load_json(text)
+                nested = values.get(key)
+                values[key] = (nested if isinstance(nested, dict) else {}) | {inner: text if known is None else known}
+                continue
             try:
-                values[key] = json.loads(text) if key.endswith("_config") and text.startswith("{") else text
+                values[key] = json.loads(text) if key.endswith("_config") and text.startswith(("{", "[")) else text
             except (ValueError, RecursionError) as error:
                 raise InputError(f"launch: {name}: wanted JSON, got {error}") from error
+            if key == "speculative_config" and not isinstance(values[key], dict):
+                raise InputError(f"launch: {name}: wanted a JSON object, got {'no value' if text == 'true' else text!r}")
+    flags += [f"speculative_config.{name}" for name in values.get("speculative_config", ()) if not _is_setting(name)]
+    if engine in ("vllm", "trtllm") and "model" not in values and "serve" in words[program:-1]:
+        after = words[words.index("serve", program) + 1]
+        values |= {} if after.startswith("-") else {"model": after}
     server = Server(engine=engine, version=version)
     server.take_args(values)
     return server, flags
