@@ -435,7 +435,7 @@ LAUNCH += "--speculative-num-draft-tokens {}"
         ("sglang serve --model-path m --speculative-algorithm DSPARK", "0.5.15", ["DSPARK: not in sglang 0.5.15"]),
         ("vllm serve m --speculative-config.method medusa", "0.33.0", ["medusa: not in vllm 0.33.0; known for 0.9.2"]),
         (
-            "vllm serve m --speculative_config '{\"method\": \"deepseek_mtp\", \"num_speculative_token\": 3}'",
+            'vllm serve m --speculative_config \'{"method": "deepseek_mtp", "num_speculative_token": 3}\'',
             "0.33.0",
             ["did you mean num_speculative_tokens?"],
         ),
@@ -500,8 +500,11 @@ def test_options_that_mean_nothing(capsys, option):
 
 
 @pytest.mark.parametrize(
-    "line", ["", "python train.py", "sglang serve 'open", "vllm serve m --speculative-config '{bad'"]
-    + ["vllm serve m --speculative-config '[1]'", "vllm serve m --speculative-config"],
+    "line",
+    [
+        *("", "python train.py", "sglang serve 'open", "vllm serve m --speculative-config '{bad'"),
+        *("vllm serve m --speculative-config '[1]'", "vllm serve m --speculative-config"),
+    ],
 )
 def test_bad_launch_lines(line):
     with pytest.raises(InputError, match="launch: "):
@@ -511,7 +514,11 @@ def test_bad_launch_lines(line):
 @pytest.mark.parametrize("name", ["all-reject", "k-sweep", "backend-ab"])
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
 def test_recipes_are_printed_with_the_bench_tool(name, engine):
-    lines = recipe(name, server(engine, "0.33.0", attention_backend="fa3"), None)
+    made = server(engine, {"sglang": "0.5.21", "vllm": "0.33.0"}[engine], attention_backend="fa3")
+    made.take_args(
+        {"speculative_algorithm": "EAGLE3"} if engine == "sglang" else {"speculative_config": {"method": "ngram"}}
+    )
+    lines = recipe(name, made, None)
     *commands, replay = [line for line in lines if not line.startswith("#")]
     assert replay.startswith("labkit replay --base-url http://127.0.0.1:")
     assert commands[1::2] == [commands[1]] * (len(commands) // 2)
@@ -557,6 +564,49 @@ def test_recipe_from_a_launch_line():
         recipe("nosuch", made, line)
     with pytest.raises(InputError, match="recipe: wanted"):
         recipe("backend-ab", server("llamacpp", None), None)
+
+
+def test_recipes_take_port_and_model_of_the_launch_line():
+    line = "vllm serve org/m --port 9123 --speculative-config.method ngram"
+    made, _ = parse_launch(line, "0.33.0")
+    text = "\n".join(recipe("all-reject", made, line))
+    assert "--base-url http://127.0.0.1:9123 --model org/m" in text
+    assert "http://127.0.0.1:9123 http://127.0.0.1:9124" in text
+    assert ":8000" not in text
+
+
+@pytest.mark.parametrize(
+    ("line", "version", "wanted"),
+    [
+        ("vllm serve m", "0.33.0", "both servers would be the same"),
+        ("sglang serve --model-path m", "0.5.21", "both servers would be the same"),
+        ("trtllm-serve m --port 1", "1.2", "the YAML file"),
+        ("vllm serve m --speculative-config.method ngram", "0.9.2", "unknown for this version"),
+        ("sglang serve --model-path m --speculative-algorithm EAGLE", "0.5.1", "unknown for this version"),
+    ],
+)
+def test_recipes_that_cannot_be_are_refused(line, version, wanted):
+    made, _ = parse_launch(line, version)
+    with pytest.raises(InputError, match=wanted):
+        recipe("all-reject", made, line)
+
+
+def test_recipes_of_trtllm_name_a_yaml_file_for_each_server():
+    line = "trtllm-serve m --extra_llm_api_options spec.yaml"
+    made, _ = parse_launch(line, "1.2")
+    lines = recipe("k-sweep", made, line)
+    for name in ("k1.yaml", "k8.yaml", "plain.yaml"):
+        assert f"trtllm-serve m --extra_llm_api_options {name}" in lines
+    assert any("k8.yaml is spec.yaml with speculative_config.max_draft_len = 8" in text for text in lines)
+    assert any("spec.yaml without speculative_config is plain.yaml" in text for text in lines)
+
+
+def test_drafts_of_the_windows_are_in_the_recipe(tmp_path, capsys):
+    path = tmp_path / "v.log"
+    counts = "Accepted: 360 tokens, Drafted: 600 tokens, Per-position acceptance rate: 0.800, 0.600, 0.400"
+    path.write_text(f"INFO 05-08 10:00:00 SpecDecoding metrics: Mean acceptance length: 2.80, {counts}\n")
+    assert main(["diagnose", str(path), "--recipe", "all-reject", "--engine-version", "0.33.0"]) == 0
+    assert '"num_speculative_tokens": 3' in capsys.readouterr().out
 
 
 def test_table_of_flags_is_sound():

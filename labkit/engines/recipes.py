@@ -4,14 +4,16 @@ Nothing here starts a server.
 """
 
 import json
+import re
 import shlex
 
-from labkit.engines.roles import known_flags
+from labkit.engines.roles import known_flags, rows_of
 from labkit.engines.server import Server
 from labkit.engines.tables import read_table
 from labkit.errors import InputError
 
 _DRAFT_FLAGS = ("--spec", "--draft", "--model-draft", "-md", "-hfd", "-devd", "-ngld", "-ctkd", "-ctvd")
+_YAML_FLAGS = ("--extra_llm_api_options", "--config")
 _IMPOSED = ("SGLANG_SIMULATE", "TLLM_SPEC_DECODE")
 _SPEC_FLAGS = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
 
@@ -26,11 +28,16 @@ def recipe(name: str, server: Server | None, launch: str | None) -> list[str]:
     if not rows:
         wanted = "all-reject, k-sweep or backend-ab and an engine that has its switch"
         raise InputError(f"recipe: wanted {wanted}, got {name!r}, {server.engine!r}")
-    model = shlex.quote(server.model or "MODEL")
+    _check_version(server, rows)
     # The engine's own tool sends the requests: the same ones whenever the seed is the same.
     (program,) = (row for row in read_table("engine_programs.csv") if row["engine"] == server.engine)
+    model, port = shlex.quote(server.model or "MODEL"), _port(launch) or program["port"]
     start, bench = (program[name].format(model) for name in ("launch", "requests"))
+    bench = re.sub(rf"(:|--port ){program['port']}\b", rf"\g<1>{port}", bench)
     given = launch or " ".join([start, *_flags(server)])
+    if plain(given) == shlex.join(shlex.split(given)) and not server.settings:
+        missing = "the YAML file with speculative_config" if server.engine == "trtllm" else "a drafter or an algorithm"
+        raise InputError(f"recipe: both servers would be the same, no speculation in {given[:200]!r}; add {missing}")
     lines = [f"# {name}: start each server in turn and send the same requests twice; compare the second ones"]
     for row in rows:
         for value in row["values"].split() or [""]:
@@ -38,12 +45,39 @@ def recipe(name: str, server: Server | None, launch: str | None) -> list[str]:
             line, base = plain(given, own), plain(given, _DRAFT_FLAGS + own)
             line = f"{base} --speculative-config {_settings(server, row, value)}" if row["settings"] else line
             rows_verified = int(value) + 1 if value.isdecimal() else ""
-            words = {"value": value, "launch": line, "plain": base, "rows": rows_verified}
+            yaml = _yaml(line)
+            line = line.replace(yaml, f"k{value}.yaml") if yaml and value.isdecimal() else line
+            words = {"value": value, "launch": line, "plain": base, "rows": rows_verified, "yaml": yaml}
             lines += [f"# {row['title'].format(**words)}", row["command"].format(**words), bench]
-    lines += [] if name == "backend-ab" else ["# plain decode, the baseline", plain(given), bench]
-    urls = " ".join(f"http://127.0.0.1:{int(program['port']) + i}" for i in range(2))
+    yaml = f", {_yaml(given)} without speculative_config is plain.yaml" if _yaml(given) else ""
+    lines += [] if name == "backend-ab" else [f"# plain decode, the baseline{yaml}", plain(given), bench]
+    urls = " ".join(f"http://127.0.0.1:{int(port) + i}" for i in range(2))
     side = "# or two of them side by side, on two ports: byte-identical requests in turns, at each context length"
     return [*lines, side, f"labkit replay --base-url {urls} --scene depth content --out runs"]
+
+
+def _check_version(server: Server, rows: list[dict[str, str]]) -> None:
+    """InputError: the recipe sets a flag that the table does not have for this version."""
+    keys = (key for row in rows for key in re.findall(r'"(\w+)":', row["settings"]))
+    words = (word.partition("=")[0] for row in rows for word in row["command"].split())
+    for flag in (*words, *(f"speculative_config.{key}" for key in keys)):
+        known = [row for row in read_table("engine_flags.csv") if row["engine"] == server.engine]
+        known = [row for row in known if flag in row["flag"].split("|")]
+        if known and not any(row in rows_of(server.engine, row["kind"], server.version) for row in known):
+            ranges = ", ".join(sorted({f"{row['version_from']} to {row['version_to']}" for row in known}))
+            text = f"{flag}: unknown for this version, {server.engine} {server.version}; known for {ranges}"
+            raise InputError(f"recipe: {text}")
+
+
+def _port(launch: str | None) -> str:
+    found = re.search(r"--port[ =](\d{1,5})\b", launch or "")
+    return found[1] if found else ""
+
+
+def _yaml(line: str) -> str:
+    """The file of settings that a trtllm-serve line names."""
+    found = re.search(rf"(?:{'|'.join(_YAML_FLAGS)})[ =](\S+)", line) if "trtllm" in line else None
+    return found[1] if found else ""
 
 
 def _flags(server: Server) -> list[str]:
@@ -61,16 +95,18 @@ def _settings(server: Server, row: dict[str, str], value: str) -> str:
     args = {_SPEC_FLAGS[key]: text for key, text in server.args.items() if key in _SPEC_FLAGS}
     given = {key: int(text) if text.isdecimal() else text for key, text in args.items()} | server.settings
     kept = {key: item for key, item in given.items() if not key.startswith(("synthetic", "rejection"))}
+    named = {} if {"method", "model"} & kept.keys() else {"method": "METHOD", "model": "DRAFTER"}
     changed = json.loads(row["settings"].replace("{value}", value))
-    return shlex.quote(json.dumps((kept or {"method": "METHOD", "model": "DRAFTER"}) | changed))
+    return shlex.quote(json.dumps(named | kept | changed))
 
 
 def plain(launch: str, flags: tuple[str, ...] = _DRAFT_FLAGS) -> str:
     """A launch line without its speculative flags, or without those that begin so, and their values."""
-    kept, skip = list[str](), False
+    yaml, kept, skip = _yaml(launch) if _DRAFT_FLAGS[0] in flags else "", list[str](), False
     for word in shlex.split(launch):
         flag = word.startswith("-")
         skip = word.startswith(flags) if flag else skip
+        word = word.replace(yaml, "plain.yaml") if yaml else word  # the speculative settings are in that file
         if not skip and not word.startswith(_IMPOSED):
             kept.append(word)
         skip = skip and flag and "=" not in word

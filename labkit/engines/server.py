@@ -104,6 +104,13 @@ class Server:
                 known = load_json(text.lower()) if plain else None
                 self.settings[key] = text if known is None else known
 
+    def take_drafts(self, k: int) -> None:
+        """Drafts per step as the windows tell them, where no argument does."""
+        names = {"sglang": "speculative_num_draft_tokens", "llamacpp": "spec_draft_n_max"}
+        self.args[names.get(self.engine, "num_speculative_tokens")] = str(k + (self.engine == "sglang"))
+        if self.engine == "vllm":
+            self.settings |= {"num_speculative_tokens": k}
+
     def number(self, *names: str) -> int | None:
         """The first of these arguments that is a whole number."""
         return next((int(self.args[name]) for name in names if self.args.get(name, "").isdecimal()), None)
@@ -157,7 +164,9 @@ def parse_launch(line: str, version: str | None) -> tuple[Server, list[str]]:
     except ValueError as error:
         raise InputError(f"launch: wanted a shell command, got {error}") from error
     start = next((i + 1 for i, word in enumerate(words[:-1]) if (word, words[i + 1][:5]) in _MODULES), 0)
-    places = ((name, i) for mark, name in _PROGRAMS.items() for i, word in enumerate(words) if i >= start and mark in word)
+    places = (
+        (name, i) for mark, name in _PROGRAMS.items() for i, word in enumerate(words) if i >= start and mark in word
+    )
     engine, program = next(places, ("", 0))
     if not engine:
         raise InputError(f"launch: wanted a command of {', '.join(_PROGRAMS.values())}, got {line[:60]!r}")
@@ -182,7 +191,9 @@ def parse_launch(line: str, version: str | None) -> tuple[Server, list[str]]:
             except (ValueError, RecursionError) as error:
                 raise InputError(f"launch: {name}: wanted JSON, got {error}") from error
             if key == "speculative_config" and not isinstance(values[key], dict):
-                raise InputError(f"launch: {name}: wanted a JSON object, got {'no value' if text == 'true' else text!r}")
+                raise InputError(
+                    f"launch: {name}: wanted a JSON object, got {'no value' if text == 'true' else text!r}"
+                )
     flags += [f"speculative_config.{name}" for name in values.get("speculative_config", ()) if not _is_setting(name)]
     if engine in ("vllm", "trtllm") and "model" not in values and "serve" in words[program:-1]:
         after = words[words.index("serve", program) + 1]
