@@ -14,14 +14,7 @@ from labkit.engines.diagnose import diagnose, diagnose_trace, render
 from labkit.engines.importing import Reader, import_files, summary
 from labkit.engines.recipes import recipe
 from labkit.engines.record import Record
-from labkit.engines.roles import (
-    gpu_row,
-    launch_findings,
-    launch_notes,
-    resolve_roles,
-    speculative_tokens,
-    version_key,
-)
+from labkit.engines.roles import gpu_row, launch_findings, launch_notes, resolve_roles, version_key
 from labkit.engines.server import Server, parse_launch
 from labkit.engines.stored import write
 from labkit.engines.tables import read_table
@@ -113,7 +106,7 @@ def run_diagnose(arguments: argparse.Namespace) -> int:
                 _counted(records, sizes), server, gpu=arguments.gpu, model=arguments.model, kv_dtype=arguments.kv_dtype
             )
         found.warnings += reader.notes
-        if sizes and not speculative_tokens(server):
+        if sizes:
             server.take_drafts(sizes.most_common(1)[0][0])
         if not found.engine:
             raise InputError(f"{arguments.file}: no figures of a known engine; docs/importing.md lists what is read")

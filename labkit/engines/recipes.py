@@ -31,7 +31,7 @@ def recipe(name: str, server: Server | None, launch: str | None) -> list[str]:
     _check_version(server, rows)
     # The engine's own tool sends the requests: the same ones whenever the seed is the same.
     (program,) = (row for row in read_table("engine_programs.csv") if row["engine"] == server.engine)
-    model, port = shlex.quote(server.model or "MODEL"), _port(launch) or program["port"]
+    model, port = shlex.quote(server.model or "MODEL"), server.args.get("port", program["port"])
     start, bench = (program[name].format(model) for name in ("launch", "requests"))
     bench = re.sub(rf"(:|--port ){program['port']}\b", rf"\g<1>{port}", bench)
     given = launch or " ".join([start, *_flags(server)])
@@ -67,11 +67,6 @@ def _check_version(server: Server, rows: list[dict[str, str]]) -> None:
             ranges = ", ".join(sorted({f"{row['version_from']} to {row['version_to']}" for row in known}))
             text = f"{flag}: unknown for this version, {server.engine} {server.version}; known for {ranges}"
             raise InputError(f"recipe: {text}")
-
-
-def _port(launch: str | None) -> str:
-    found = re.search(r"--port[ =](\d{1,5})\b", launch or "")
-    return found[1] if found else ""
 
 
 def _yaml(line: str) -> str:

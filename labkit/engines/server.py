@@ -19,7 +19,7 @@ _GPU = re.compile(r"NVIDIA ([A-Z]{1,4}\d{2,4}\w*(?: \w+)?)|(RTX [\w ]{4,40}?)(?=
 # Arguments that say nothing about cost may hold secrets and are not kept.
 _KEPT = re.compile(
     r"attention|speculative|spec_|num_spec|method|backend|page_size|block_size|kv_cache_dtype|^dtype|cuda_?graph|enforce_eager"
-    r"|tp_size|tensor_parallel|max_running|max_num_seqs|context_length|max_model_len|quantization|synthetic|rejection|(?i:simulate_acc|force_num_accepted)"
+    r"|tp_size|tensor_parallel|^port$|max_running|max_num_seqs|context_length|max_model_len|quantization|synthetic|rejection|(?i:simulate_acc|force_num_accepted)"
 )
 
 _SETTING = re.compile(
@@ -105,10 +105,15 @@ class Server:
                 self.settings[key] = text if known is None else known
 
     def take_drafts(self, k: int) -> None:
-        """Drafts per step as the windows tell them, where no argument does."""
-        names = {"sglang": "speculative_num_draft_tokens", "llamacpp": "spec_draft_n_max"}
-        self.args[names.get(self.engine, "num_speculative_tokens")] = str(k + (self.engine == "sglang"))
-        if self.engine == "vllm":
+        """Drafts per step as the windows tell them, where no argument does; what a launch line lacks is in capitals."""
+        rows, steps = "speculative_num_draft_tokens", "speculative_num_steps"
+        if self.number(rows, steps, "num_speculative_tokens", "num_spec_tokens", "spec_tokens", "spec_draft_n_max"):
+            return
+        if self.engine == "sglang":
+            self.args = {"speculative_algorithm": "ALGORITHM"} | self.args | {rows: str(k + 1)}
+        elif self.engine == "llamacpp":
+            self.args = {"spec_type": "TYPE"} | self.args | {"spec_draft_n_max": str(k)}
+        elif self.engine == "vllm":
             self.settings |= {"num_speculative_tokens": k}
 
     def number(self, *names: str) -> int | None:
@@ -195,9 +200,8 @@ def parse_launch(line: str, version: str | None) -> tuple[Server, list[str]]:
                     f"launch: {name}: wanted a JSON object, got {'no value' if text == 'true' else text!r}"
                 )
     flags += [f"speculative_config.{name}" for name in values.get("speculative_config", ()) if not _is_setting(name)]
-    if engine in ("vllm", "trtllm") and "model" not in values and "serve" in words[program:-1]:
-        after = words[words.index("serve", program) + 1]
-        values |= {} if after.startswith("-") else {"model": after}
+    if after := next((words[i + 1] for i, word in enumerate(words[:-1]) if i >= program and word[-5:] == "serve"), ""):
+        values |= {} if "model" in values or after.startswith("-") else {"model": after}
     server = Server(engine=engine, version=version)
     server.take_args(values)
     return server, flags
