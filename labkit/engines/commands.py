@@ -5,7 +5,6 @@ import itertools
 import json
 import tempfile
 import urllib.request
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 from labkit.engines.diagnose import diagnose, diagnose_trace, render
 from labkit.engines.importing import Reader, import_files, summary
 from labkit.engines.recipes import recipe
-from labkit.engines.record import Record
 from labkit.engines.roles import gpu_row, launch_findings, launch_notes, resolve_roles, version_key
 from labkit.engines.server import Server, parse_launch
 from labkit.engines.stored import write
@@ -100,14 +98,10 @@ def run_diagnose(arguments: argparse.Namespace) -> int:
         with tempfile.TemporaryDirectory() as folder:
             paths = _fetched(arguments.base_url, Path(folder)) if arguments.base_url else []
             paths += [arguments.file] if arguments.file else []
-            sizes = Counter[int]()
             records = (record for path in paths for record in reader.read(path, server, sampled=True))
-            found = diagnose(
-                _counted(records, sizes), server, gpu=arguments.gpu, model=arguments.model, kv_dtype=arguments.kv_dtype
-            )
+            found = diagnose(records, server, gpu=arguments.gpu, model=arguments.model, kv_dtype=arguments.kv_dtype)
         found.warnings += reader.notes
-        if sizes:
-            server.take_drafts(sizes.most_common(1)[0][0])
+        server.take_drafts(reader.sizes)
         if not found.engine:
             raise InputError(f"{arguments.file}: no figures of a known engine; docs/importing.md lists what is read")
         content, lines = found.to_dict(), [render(found)]
@@ -117,13 +111,6 @@ def run_diagnose(arguments: argparse.Namespace) -> int:
         content = lines = recipe(arguments.recipe, server, arguments.launch)
     print(json.dumps(redacted(content), indent=1) if arguments.json else redact("\n".join(lines)))
     return 1 if problems else 0
-
-
-def _counted(records: Iterator[Record], sizes: Counter[int]) -> Iterator[Record]:
-    """Pass records on and count their drafts per step."""
-    for record in records:
-        sizes.update([record.num_speculative_tokens] if record.num_speculative_tokens else [])
-        yield record
 
 
 def _is_run(path: Path) -> bool:

@@ -28,6 +28,7 @@ class Reader:
         if engine not in ENGINES:
             raise InputError(f"engine: wanted one of {', '.join(ENGINES)}, got {engine!r}")
         self.engine, self.metrics, self.notes = engine, MetricsPages(), list[str]()
+        self.sizes = Counter[int]()  # of the drafts per step
         self._lines = [item for item in formats("labels", "regex") if engine in ("auto", item.engine)]
         self._here, self._marks_here, self._server_here = self._lines, list[str](), True
         self._start(Server())
@@ -66,6 +67,7 @@ class Reader:
                     backend = {n: None if role.backend == "unknown" else role.backend for n, role in roles} or None
                     changes, imposed = facts.changes, facts.imposed
                 record.backend = backend
+                self.sizes.update([k] if (k := record.num_speculative_tokens) else [])
                 yield checks.check(record, imposed=imposed, graphs=self._graphs)
 
     def _records(self, source: Input, sampled: bool) -> Iterator[Record]:

@@ -175,12 +175,10 @@ def launch_findings(server: Server, flags: list[str]) -> Iterator[str]:
 
 def _flag_texts(server: Server, flags: list[str]) -> tuple[list[str], list[str]]:
     """Flags that this version does not have; flags of which it is unknown."""
-    engine, wrong, unknown = server.engine, list[str](), list[str]()
+    engine = server.engine
     read = {version_key(v) for row in rows_of(engine, "setting", None, role="read") for v in row["value"].split("|")}
     known = known_flags(engine)
-    wrong_value, unknown_value = _algorithm_texts(server, version_key(server.version) in read)
-    wrong += wrong_value
-    unknown += unknown_value
+    wrong, unknown = _algorithm_texts(server, version_key(server.version) in read)
     for flag in flags:
         if flag.startswith("speculative_config."):
             close = difflib.get_close_matches(flag.partition(".")[2], _CONFIG_KEYS, 1, 0.8)
@@ -204,17 +202,16 @@ def _flag_texts(server: Server, flags: list[str]) -> tuple[list[str], list[str]]
 
 def _algorithm_texts(server: Server, is_read: bool) -> tuple[list[str], list[str]]:
     """An algorithm or method that no version has, or this one has not; the same where the version was not read."""
-    name = {"sglang": "speculative_algorithm", "vllm": "method", "llamacpp": "spec_type"}.get(server.engine, "")
-    given = server.args.get("spec_method", "") if name == "method" else ""
-    given = str(server.settings.get(name) or given) if name == "method" else server.args.get(name, "")
+    names = {"sglang": ["speculative_algorithm"], "vllm": ["method", "spec_method"], "llamacpp": ["spec_type"]}
+    name, given = next(((n, server.args[n]) for n in names.get(server.engine, ()) if n in server.args), ("", ""))
     rows = rows_of(server.engine, "setting", None, role="algorithm")
     asked = given.upper() if server.engine == "sglang" else "mtp" if given.endswith("_mtp") else given
     having = [row for row in rows if asked in row["value"].split("|")]
     if not given or any(row in rows_of(server.engine, "setting", server.version, role="algorithm") for row in having):
         return [], []
     if not having:
-        names = [value for row in rows for value in row["value"].split("|")]
-        return [f"{name} {given}: not in the versions read; they have {', '.join(names)}"], []
+        known = ", ".join(row["value"].replace("|", ", ") for row in rows)
+        return [f"{name} {given}: not in the versions read; they have {known}"], []
     ranges = ", ".join(f"{row['version_from']} to {row['version_to']}" for row in having)
     if is_read:
         return [f"{name} {given}: not in {server.engine} {server.version}; known for {ranges}"], []

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -104,11 +105,15 @@ class Server:
                 known = load_json(text.lower()) if plain else None
                 self.settings[key] = text if known is None else known
 
-    def take_drafts(self, k: int) -> None:
+    def take_drafts(self, sizes: Counter[int]) -> None:
         """Drafts per step as the windows tell them, where no argument does; what a launch line lacks is in capitals."""
         rows, steps = "speculative_num_draft_tokens", "speculative_num_steps"
-        if self.number(rows, steps, "num_speculative_tokens", "num_spec_tokens", "spec_tokens", "spec_draft_n_max"):
+        if (
+            self.number(rows, steps, "num_speculative_tokens", "num_spec_tokens", "spec_tokens", "spec_draft_n_max")
+            or not sizes
+        ):
             return
+        ((k, _),) = sizes.most_common(1)
         if self.engine == "sglang":
             self.args = {"speculative_algorithm": "ALGORITHM"} | self.args | {rows: str(k + 1)}
         elif self.engine == "llamacpp":

@@ -38,14 +38,10 @@ class Log:
             return []
         record.num_drafted_steps = round(drafted / k)
         record.num_accepted_tokens = round(emitted - record.num_drafted_steps)
-        efficiency, kept = number(values.get("System efficiency")), number(values.get("Number of accepted tokens"))
-        counted = emitted / (record.num_drafted_steps * (k + 1))
-        if efficiency is not None and abs(efficiency - counted) > _LENGTH:
-            record.warn(f"contradiction: the printed efficiency is {efficiency:.3f}, by the counts it is {counted:.3f}")
-        rate = number(values.get("Draft acceptance rate"))  # over its own accepted tokens: matches after a miss too
-        if rate is not None and kept is not None and abs(rate - kept / drafted) > _LENGTH:
-            text = f"the printed acceptance rate is {rate:.3f}, by the counts it is {kept / drafted:.3f}"
-            record.warn(f"contradiction: {text}")
+        rate, efficiency = (number(values.get(name)) for name in ("Draft acceptance rate", "System efficiency"))
+        kept = number(values.get("Number of accepted tokens"))  # matches after a miss too
+        _compare(record, "efficiency", efficiency, emitted / (record.num_drafted_steps * (k + 1)))
+        _compare(record, "acceptance rate", rate, None if kept is None else kept / drafted)
         window = difference(self.totals, record) if self.totals else None
         self.totals = record.derive()
         return [record] + ([self._join(window, text)] if window else [])
@@ -163,11 +159,11 @@ def bench(record: Record, node: Mapping[str, Any]) -> None:
 def printed_against_counts(record: Record) -> None:
     """Warn where a printed length or rate is not that of the printed counts, which are then used."""
     steps, accepted, drafted = record.steps, record.num_accepted_tokens, record.num_drafted_tokens
-    if accepted is None:
-        return
-    for name, value, counted in (
-        ("length", record.mean_acceptance_length, 1 + accepted / steps if steps else None),
-        ("acceptance rate", record.draft_acceptance_rate, accepted / drafted if drafted else None),
-    ):
-        if value is not None and counted is not None and abs(value - counted) > _LENGTH:
-            record.warn(f"contradiction: the printed {name} is {value:.3f}, by the counts it is {counted:.3f}")
+    if accepted is not None:
+        _compare(record, "length", record.mean_acceptance_length, 1 + accepted / steps if steps else None)
+        _compare(record, "acceptance rate", record.draft_acceptance_rate, accepted / drafted if drafted else None)
+
+
+def _compare(record: Record, name: str, printed: float | None, counted: float | None) -> None:
+    if printed is not None and counted is not None and abs(printed - counted) > _LENGTH:
+        record.warn(f"contradiction: the printed {name} is {printed:.3f}, by the counts it is {counted:.3f}")
