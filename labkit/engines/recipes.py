@@ -31,7 +31,7 @@ def recipe(name: str, server: Server | None, launch: str | None) -> list[str]:
     _check_version(server, rows)
     # The engine's own tool sends the requests: the same ones whenever the seed is the same.
     (program,) = (row for row in read_table("engine_programs.csv") if row["engine"] == server.engine)
-    model, port = shlex.quote(server.model or "MODEL"), server.args.get("port", program["port"])
+    model, port = shlex.quote(server.model or "MODEL"), server.number("port") or int(program["port"])
     start, bench = (program[name].format(model) for name in ("launch", "requests"))
     bench = re.sub(rf"(:|--port ){program['port']}\b", rf"\g<1>{port}", bench)
     given = launch or " ".join([start, *_flags(server)])
@@ -51,7 +51,7 @@ def recipe(name: str, server: Server | None, launch: str | None) -> list[str]:
             lines += [f"# {row['title'].format(**words)}", row["command"].format(**words), bench]
     yaml = f", {_yaml(given)} without speculative_config is plain.yaml" if _yaml(given) else ""
     lines += [] if name == "backend-ab" else [f"# plain decode, the baseline{yaml}", plain(given), bench]
-    urls = " ".join(f"http://127.0.0.1:{int(port) + i}" for i in range(2))
+    urls = " ".join(f"http://127.0.0.1:{port + i}" for i in range(2))
     side = "# or two of them side by side, on two ports: byte-identical requests in turns, at each context length"
     return [*lines, side, f"labkit replay --base-url {urls} --scene depth content --out runs"]
 
@@ -61,8 +61,8 @@ def _check_version(server: Server, rows: list[dict[str, str]]) -> None:
     keys = (key for row in rows for key in re.findall(r'"(\w+)":', row["settings"]))
     words = (word.partition("=")[0] for row in rows for word in row["command"].split())
     for flag in (*words, *(f"speculative_config.{key}" for key in keys)):
-        known = [row for row in read_table("engine_flags.csv") if row["engine"] == server.engine]
-        known = [row for row in known if flag in row["flag"].split("|")]
+        known = [row for row in read_table("engine_flags.csv") if flag in row["flag"].split("|")]
+        known = [row for row in known if row["engine"] == server.engine]
         if known and not any(row in rows_of(server.engine, row["kind"], server.version) for row in known):
             ranges = ", ".join(sorted({f"{row['version_from']} to {row['version_to']}" for row in known}))
             text = f"{flag}: unknown for this version, {server.engine} {server.version}; known for {ranges}"

@@ -9,9 +9,6 @@ from typing import Any
 
 COUNTS = ("num_verify_steps", "num_drafted_steps", "num_drafted_tokens", "num_accepted_tokens")
 
-_FIGURES = ("mean_acceptance_length", "draft_acceptance_rate", "acceptance_rate_per_pos", "num_speculative_tokens")
-_FIGURES += ("batch_size", "context_len", "output_tokens_per_s", "step_ms")
-
 
 @dataclass(slots=True)
 class Record:
@@ -75,9 +72,8 @@ class Record:
     @property
     def has_figures(self) -> bool:
         """Whether it has a figure, or a warning that says why a line of figures gave none."""
-        own = (*COUNTS, *_FIGURES)
-        found = any(getattr(self, name) is not None for name in own) or bool(self.warnings)
-        return found or any(not isinstance(value, str) for value in self.details.values())
+        values = (*(getattr(self, name) for name in self.__slots__ if name != "details"), *self.details.values())
+        return bool(self.warnings) or any(isinstance(value, int | float | list) and value != [] for value in values)
 
     def derive(self) -> "Record":
         """Fill length, rate, k and step time from counts and throughput; returns itself.

@@ -107,11 +107,8 @@ class Server:
 
     def take_drafts(self, sizes: Counter[int]) -> None:
         """Drafts per step as the windows tell them, where no argument does; what a launch line lacks is in capitals."""
-        rows, steps = "speculative_num_draft_tokens", "speculative_num_steps"
-        if (
-            self.number(rows, steps, "num_speculative_tokens", "num_spec_tokens", "spec_tokens", "spec_draft_n_max")
-            or not sizes
-        ):
+        rows, others = "speculative_num_draft_tokens", {"speculative_num_steps", "spec_tokens", "spec_draft_n_max"}
+        if not sizes or {rows, "num_speculative_tokens", "num_spec_tokens", *others} & self.args.keys():
             return
         ((k, _),) = sizes.most_common(1)
         if self.engine == "sglang":
@@ -173,13 +170,12 @@ def parse_launch(line: str, version: str | None) -> tuple[Server, list[str]]:
         words = shlex.split(line.replace("\\\n", " "))
     except ValueError as error:
         raise InputError(f"launch: wanted a shell command, got {error}") from error
-    start = next((i + 1 for i, word in enumerate(words[:-1]) if (word, words[i + 1][:5]) in _MODULES), 0)
-    places = (
-        (name, i) for mark, name in _PROGRAMS.items() for i, word in enumerate(words) if i >= start and mark in word
-    )
+    module = next((i + 1 for i, word in enumerate(words[:-1]) if (word, words[i + 1][:5]) in _MODULES), 0)
+    places = ((name, i) for mark, name in _PROGRAMS.items() for i, word in enumerate(words) if mark in word)
     engine, program = next(places, ("", 0))
     if not engine:
         raise InputError(f"launch: wanted a command of {', '.join(_PROGRAMS.values())}, got {line[:60]!r}")
+    program = max(program, module)
     values: dict[str, Any] = {match[1]: match[2] for word in words if (match := _ENVIRONMENT.fullmatch(word))}
     flags = list(values)
     for word, after in zip(words[program:], [*words[program + 1 :], ""], strict=True):
@@ -201,9 +197,7 @@ def parse_launch(line: str, version: str | None) -> tuple[Server, list[str]]:
             except (ValueError, RecursionError) as error:
                 raise InputError(f"launch: {name}: wanted JSON, got {error}") from error
             if key == "speculative_config" and not isinstance(values[key], dict):
-                raise InputError(
-                    f"launch: {name}: wanted a JSON object, got {'no value' if text == 'true' else text!r}"
-                )
+                raise InputError(f"launch: {name}: wanted a JSON object, got {value if mark else after!r}")
     flags += [f"speculative_config.{name}" for name in values.get("speculative_config", ()) if not _is_setting(name)]
     if after := next((words[i + 1] for i, word in enumerate(words[:-1]) if i >= program and word[-5:] == "serve"), ""):
         values |= {} if "model" in values or after.startswith("-") else {"model": after}
