@@ -181,9 +181,9 @@ def _flag_texts(server: Server, flags: list[str]) -> tuple[list[str], list[str]]
     wrong, unknown = _algorithm_texts(server, version_key(server.version) in read)
     for flag in flags:
         if flag.startswith("speculative_config."):
-            close = difflib.get_close_matches(flag.partition(".")[2], _CONFIG_KEYS, 1, 0.8)
-            text = f"{flag}: no key of the table; did you mean {close[0]}?" if close else ""
-            (wrong if close else unknown).append(text or f"{flag}: unknown for this version; it was not checked")
+            near = difflib.get_close_matches(flag.partition(".")[2], _CONFIG_KEYS, 1, 0.8)
+            text = f"did you mean {near[0]}?" if near else "it was not checked"
+            (wrong if near else unknown).append(f"{flag}: unknown for this version; {text}")
             continue
         rows = [row for row in read_table("engine_flags.csv") if row["engine"] == engine]
         rows = [row for row in rows if flag in row["flag"].split("|")]
@@ -202,7 +202,7 @@ def _flag_texts(server: Server, flags: list[str]) -> tuple[list[str], list[str]]
 
 def _algorithm_texts(server: Server, is_read: bool) -> tuple[list[str], list[str]]:
     """An algorithm or method that no version has, or this one has not; the same where the version was not read."""
-    names = {"sglang": ["speculative_algorithm"], "vllm": ["method", "spec_method"], "llamacpp": ["spec_type"]}
+    names = {"sglang": ["speculative_algorithm"], "vllm": ["method", "spec_method"]}
     name, given = next(((n, server.args[n]) for n in names.get(server.engine, ()) if n in server.args), ("", ""))
     rows = rows_of(server.engine, "setting", None, role="algorithm")
     asked = given.upper() if server.engine == "sglang" else "mtp" if given.endswith("_mtp") else given
@@ -210,8 +210,10 @@ def _algorithm_texts(server: Server, is_read: bool) -> tuple[list[str], list[str
     if not given or any(row in rows_of(server.engine, "setting", server.version, role="algorithm") for row in having):
         return [], []
     if not having:
-        known = ", ".join(row["value"].replace("|", ", ") for row in rows)
-        return [f"{name} {given}: not in the versions read; they have {known}"], []
+        near = difflib.get_close_matches(asked, [value for row in rows for value in row["value"].split("|")], 1, 0.8)
+        if near:
+            return [f"{name} {given}: unknown for this version; did you mean {near[0]}?"], []
+        return [], [f"{name} {given}: unknown for this version, not in the table; it was not checked"]
     ranges = ", ".join(f"{row['version_from']} to {row['version_to']}" for row in having)
     if is_read:
         return [f"{name} {given}: not in {server.engine} {server.version}; known for {ranges}"], []

@@ -37,7 +37,10 @@ def write(items: Iterable[Any], path: Path, plain: Callable[[Any], Any]) -> Iter
             rows = [plain(item) for item in chunk]
             columns = {name: _column([row[name] for row in rows]) for name in rows[0]}
             if writer is None:
-                _make_folder(path.parent)  # only now: input that cannot be read leaves nothing behind
+                try:
+                    path.parent.mkdir(parents=True, exist_ok=True)  # only now: bad input leaves nothing behind
+                except OSError as error:
+                    raise InputError(f"out: wanted a folder, got {str(path.parent)!r} ({error.strerror})") from error
                 schema = RECORDS if isinstance(chunk[0], Record) else pa.table(columns).schema
                 writer = pq.ParquetWriter(temporary, schema, compression="zstd")
             writer.write_table(pa.table(columns, schema=writer.schema))
@@ -50,13 +53,6 @@ def write(items: Iterable[Any], path: Path, plain: Callable[[Any], Any]) -> Iter
             writer.close()
         if temporary.exists():
             temporary.unlink()
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"out: wanted a folder, got {str(folder)!r} ({error.strerror})") from error
 
 
 def _column(values: list[Any]) -> list[Any]:
