@@ -6,6 +6,7 @@ import re
 import pandas as pd
 import pytest
 
+from labkit import paths
 from labkit.breakeven import breakeven, verdict_table
 from labkit.cli import main
 from labkit.errors import InputError
@@ -48,6 +49,19 @@ def test_where_selects_rows(folder, tmp_path):
     assert "k = 4" in svg
     assert "code editing" not in svg
     assert main(["figure", "breakeven", str(folder), "--out", str(tmp_path / "b.pdf"), "--where", "k=9"]) == 2
+
+
+def test_loop_and_step_cells_are_one_table_in_every_command(tmp_path, capsys):
+    runs, out, length = paths.RUNS, str(tmp_path / "a.svg"), ["--acceptance-length", "3"]
+    kept = ["--where", "target=random:hybrid-27b", "drafter=one layer", "k=7", "context_len=1k,4k", "draft_backend=fa3"]
+    assert main(["breakeven", "--cost", str(runs), *length, *kept, "--json"]) == 0
+    cells = json.loads(capsys.readouterr().out)["cells"]
+    assert {(cell["drafter"], cell["context_len"]) for cell in cells} == {("one layer", 1024), ("one layer", 4096)}
+    assert main(["figure", "breakeven", str(runs), *length, *kept, "--out", out]) == 0
+    record = json.loads((tmp_path / "a.json").read_text())
+    assert {source["experiment"] for source in record["sources"]} == {"step"}
+    assert main(["figure", "breakeven", str(runs), *length, *kept[:2], "--out", out]) == 2
+    assert "select with --where drafter=" in capsys.readouterr().err
 
 
 def test_imposed_length_needs_no_acceptance(folder, tmp_path):

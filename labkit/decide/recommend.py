@@ -11,11 +11,12 @@ import pandas as pd
 
 from labkit.axes import keep_where
 from labkit.decide.best_k import SETTING, best_k, regret
+from labkit.decide.composed import stored_acceptance, stored_costs
 from labkit.decide.forward_costs import FREE
 from labkit.decide.surface import verdict_surface
 from labkit.decide.verdict import acceptance_notes, parse_length
 from labkit.errors import InputError
-from labkit.results import experiments_in, load_runs
+from labkit.results import experiments_in
 from labkit.rows import plain_record
 
 ENGINES = ("sglang", "vllm", "trtllm")
@@ -121,15 +122,10 @@ def recommend(
     Raises InputError: no cost run, nothing that joins, no acceptance, or `where` names no column or keeps nothing.
     """
     present = experiments_in(*paths)
-    costs = [load_runs(name, *paths) for name in ("loop", "step") if name in present]
-    if not costs:
-        raise InputError(
-            f"best-k: want loop or step runs for the cost; found {', '.join(sorted(present)) or 'no runs'}"
-        )
+    rows = stored_costs(paths)
     if acceptance_length is None and "acceptance" not in present:
-        raise InputError("best-k: want acceptance runs, or --acceptance-length X; found neither")
-    acceptance: Any = parse_length(acceptance_length) if acceptance_length else load_runs("acceptance", *paths)
-    rows = pd.concat(costs, ignore_index=True)
+        raise InputError("acceptance: want acceptance runs, or --acceptance-length X; found neither")
+    acceptance: Any = parse_length(acceptance_length) if acceptance_length else stored_acceptance(paths)
     surface = verdict_surface(rows, acceptance, acceptance_from=acceptance_from, baseline=baseline)
     cells = keep_where(surface.result.cells, where)
     large = rows[rows["status"] == "oom"]

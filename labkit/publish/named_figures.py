@@ -12,10 +12,11 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from labkit.axes import ALIASES
+from labkit.axes import ALIASES, keep_where
 from labkit.breakeven import breakeven
-from labkit.decide.composed import cost_rows
-from labkit.decide.verdict import parse_length
+from labkit.decide.composed import cost_rows, stored_acceptance, stored_costs
+from labkit.decide.step_costs import CELL_KEY
+from labkit.decide.verdict import parse_length, restricted
 from labkit.errors import InputError
 from labkit.plots.acceptance import figure_acceptance
 from labkit.plots.attention import figure_attention
@@ -27,10 +28,11 @@ from labkit.plots.style import COLUMN_WIDTH_IN, TEXT_WIDTH_IN
 from labkit.publish.figures import FORMATS, SavedFigure, save_figure
 from labkit.publish.notebook import one_device
 from labkit.results import experiments_in, find_runs, load_runs, load_sidecars
-from labkit.rows import distinct
+from labkit.rows import distinct, key_value
 
 # What a display name can stand for.
 _NAMED = ("gpu", "target", "drafter", "workload", "backend", "verify_backend", "draft_backend", "decode_backend")
+_JOINED = {"loop", "step", "acceptance"}
 WIDTHS = {"column": COLUMN_WIDTH_IN, "text": TEXT_WIDTH_IN}
 
 
@@ -68,7 +70,7 @@ class _Data:
             ("--where", self.request.where, self.columns),
             ("--label", self.request.labels, self.names),
         ):
-            if unknown := sorted(set(given or {}) - known):
+            if known and (unknown := sorted(set(given or {}) - known)):
                 raise InputError(f"{option} {unknown[0]}: not in these rows; known: {', '.join(sorted(known))}")
 
     def _rows(self, experiment: str, gpus: Sequence[str] = ()) -> pd.DataFrame:
@@ -90,23 +92,41 @@ class _Data:
         return frame
 
     def verdicts(self) -> Any:
-        there, length = experiments_in(*self.request.paths), self.request.acceptance_length
-        experiment = "step" if "step" in there and "loop" not in there else "loop"
-        if length is not None:
-            return breakeven(cost_rows(self.rows(experiment)), parse_length(length))
-        both = self._gpus("acceptance") & self._gpus(experiment)
-        newest = [run for run in find_runs("acceptance", *self.request.paths) if run.sidecar["gpu"] in both]
-        gpus = [one_device(newest)[0].sidecar["gpu"]] if newest else []
-        costs, acceptance = self._rows(experiment, gpus), self._rows("acceptance", gpus)
+        """The cells of `labkit breakeven` that ``where`` keeps, on the device of the newest run behind them."""
+        length, paths = self.request.acceptance_length, self.request.paths
+        costs = cost_rows(stored_costs(paths))
+        acceptance = stored_acceptance(paths) if length is None else None
+        result = breakeven(costs, parse_length(length) if acceptance is None else acceptance)
+        where = [f"{name}={','.join(values)}" for name, values in (self.request.where or {}).items()]
+        cells = keep_where(result.cells, where)
+        newest = acceptance if acceptance is not None and set(acceptance["gpu"]) & set(cells["gpu"]) else costs
+        newest = newest[newest["gpu"].isin(cells["gpu"])]
+        cells = cells[cells["gpu"] == newest.loc[newest["run_id"].idxmax(), "gpu"]]
+        self.names |= {str(name) for column in _NAMED if column in cells for name in distinct(cells, column)}
         self._refuse_unknown()
-        return breakeven(cost_rows(costs), acceptance)
+        found = _run_ids(costs, cells, CELL_KEY)
+        if acceptance is not None:
+            found |= _run_ids(acceptance, cells, ("gpu", "target", "drafter", "workload")) or _run_ids(
+                acceptance, cells, ("target", "drafter", "workload")
+            )
+        runs = [run for name in experiments_in(*paths) & _JOINED for run in find_runs(name, *self._own(name))]
+        self.used += [run.path for run in runs if run.path.stem in found]
+        return restricted(result, cells)
 
-    def _gpus(self, experiment: str) -> set[str]:
-        return {run.sidecar["gpu"] for run in find_runs(experiment, *self.request.paths)}
+    def _own(self, experiment: str) -> list[Path | str]:
+        return [path for path in self.request.paths if experiment in experiments_in(path)]
 
     def attention(self) -> tuple[pd.DataFrame, dict[str, Any]]:
         rows = self.rows("attention")
         return one_setting(rows, batch_size=1), load_sidecars("attention", *self.used)
+
+
+def _run_ids(rows: pd.DataFrame, cells: pd.DataFrame, names: Sequence[str]) -> set[str]:
+    """The runs whose rows lie in one of the cells."""
+    keys = [name for name in names if name in rows and name in cells]
+    wanted = {tuple(map(key_value, key)) for key in cells[keys].itertuples(index=False)}
+    places = rows[["run_id", *keys]].drop_duplicates().itertuples(index=False, name=None)
+    return {run_id for run_id, *key in places if tuple(map(key_value, key)) in wanted}
 
 
 def _where(frame: pd.DataFrame, where: Mapping[str, Sequence[str]]) -> pd.DataFrame:
