@@ -619,3 +619,12 @@ def test_intervals_cover_in_a_thousand_worlds(
     assert coverage[0] <= found.covered <= coverage[1]
     assert found.wrong <= 0.025
     assert found.decided_when_clear >= decided
+
+
+def test_a_refusal_lists_twelve_values_at_most() -> None:
+    table = pd.DataFrame({"context_len": [*range(1000, 9000, 100), np.nan], "drafter": ["ngram"] * 80 + [None]})
+    with pytest.raises(InputError, match=r"context_len is 1000, 1100, .*, 2100, \.\.\. \(80 in all\)$") as refused:
+        keep_where(table, ["context_len=7"])
+    assert "nan" not in str(refused.value)
+    with pytest.raises(InputError, match=r"drafter is ngram$"):
+        keep_where(table, ["drafter=eagle3"])

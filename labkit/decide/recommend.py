@@ -19,6 +19,7 @@ from labkit.errors import InputError
 from labkit.results import experiments_in
 from labkit.rows import plain_record
 
+_OWN, _PLACE = ["gpu", "target", "drafter", "verify_backend"], ["context_len", "batch_size"]
 ENGINES = ("sglang", "vllm", "trtllm")
 # What each engine calls a drafter of labkit; sources: data/reference/engine_flags.csv.
 METHODS = {
@@ -36,7 +37,7 @@ class Recommendation:
     """What to set.
 
     best, regret : `labkit.decide.best_k.best_k` and `labkit.decide.best_k.regret`.
-    too_large : target, context_len and batch_size of points that ran out of memory.
+    too_large : gpu, target, drafter, verify_backend, context_len and batch_size of points that ran out of memory.
     """
 
     best: pd.DataFrame
@@ -57,7 +58,8 @@ class Recommendation:
             about = f"{names['gpu']}, {names['target']}, {names['drafter']} drafter"
             lines.append(f"{about}, verify on {names['verify_backend']}, {text}")
             texts = rows.assign(text=[cell_text(row) for row in rows.to_dict("records")])
-            large = self.too_large[self.too_large["target"] == names["target"]].assign(text="does not fit")
+            own = (self.too_large[_OWN] == [names[name] for name in _OWN]).all(axis=1)
+            large = self.too_large[own].assign(text="does not fit")
             texts = pd.concat([texts, large]).drop_duplicates(["context_len", "batch_size"])
             texts = texts.astype({"context_len": int, "batch_size": int})
             table = texts.pivot(index="context_len", columns="batch_size", values="text").fillna("not measured")
@@ -128,9 +130,24 @@ def recommend(
     acceptance: Any = parse_length(acceptance_length) if acceptance_length else stored_acceptance(paths)
     surface = verdict_surface(rows, acceptance, acceptance_from=acceptance_from, baseline=baseline)
     cells = keep_where(surface.result.cells, where)
-    large = rows[rows["status"] == "oom"]
-    names = ["target", "context_len", "batch_size"]
-    return Recommendation(best_k(cells), regret(cells), large[names].dropna().drop_duplicates())
+    best = best_k(cells)
+    return Recommendation(best, regret(cells), _too_large(rows, best, where))
+
+
+def _too_large(rows: pd.DataFrame, best: pd.DataFrame, where: Sequence[str]) -> pd.DataFrame:
+    """The points of the settings of ``best`` that ran out of memory, as far as ``where`` keeps their place."""
+    large = rows[rows["status"] == "oom"].copy()
+    if "backend" in large:  # of a step row; who drafts beside a forward of the target alone is free
+        large["verify_backend"] = large["verify_backend"].fillna(large["backend"])
+        large["drafter"] = large["drafter"].mask(large["experiment"].eq("step") & large["drafter"].eq("none"), FREE)
+    points = large[[*_OWN, *_PLACE]].dropna().drop_duplicates()
+    points = points.merge(best[_OWN].drop_duplicates())
+    for condition in (text for text in where if text.partition("=")[0] in _PLACE):
+        try:
+            points = keep_where(points, [condition])
+        except InputError:  # no such point is too large
+            return points.iloc[:0]
+    return points
 
 
 def engine_flags(engine: str, drafter: str, k: int) -> str:

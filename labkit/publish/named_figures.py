@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from labkit.axes import ALIASES, keep_where
+from labkit.axes import ALIASES, keep_where, some_values
 from labkit.breakeven import breakeven
 from labkit.decide.composed import cost_rows, stored_acceptance, stored_costs
 from labkit.decide.step_costs import CELL_KEY
@@ -137,7 +137,7 @@ def _where(frame: pd.DataFrame, where: Mapping[str, Sequence[str]]) -> pd.DataFr
         texts = frame[name].map(lambda value: f"{value:g}" if isinstance(value, float) else str(value))
         kept = frame[texts.isin([*values]) | frame[name].isna()]
         if not kept[name].notna().any():
-            raise InputError(f"--where {name}: wanted one of {', '.join(sorted(set(texts)))}, got {', '.join(values)}")
+            raise InputError(f"--where {name}: wanted one of {some_values(frame[name])}, got {', '.join(values)}")
         frame = kept
     return frame
 
