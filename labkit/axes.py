@@ -62,6 +62,11 @@ def _values(name: str, text: str, default: Sequence[Any]) -> list[Any]:
         raise InputError(f"--set {name}={text}: {error}") from None
 
 
+def with_sizes(texts: Sequence[str]) -> set[str]:
+    """The texts, and those that are sizes (``4k``) also as plain numbers."""
+    return {*texts, *(str(parse_size(text)) for text in texts if _SIZE.fullmatch(text))}
+
+
 def keep_where(table: pd.DataFrame, conditions: Sequence[str], option: str = "--where") -> pd.DataFrame:
     """The rows that hold one of the values of every ``column=v,..``; numbers may be written as sizes (``4k``).
 
@@ -69,12 +74,11 @@ def keep_where(table: pd.DataFrame, conditions: Sequence[str], option: str = "--
     """
     for condition in conditions:
         name, separator, values = condition.partition("=")
-        name, wanted = ALIASES.get(name, name), set(values.split(","))
+        name, wanted = ALIASES.get(name, name), with_sizes(values.split(","))
         if not separator or not values:
             raise InputError(f"{option} {condition!r}: wanted column=value,...")
         if name not in table:
             raise InputError(f"{option} {condition}: no such column; want one of {', '.join(map(str, table))}")
-        wanted |= {str(parse_size(text)) for text in wanted if _SIZE.fullmatch(text)}
         texts = table[name].map(lambda value: str(int(value)) if _is_whole(value) else str(value))
         if not texts.isin(wanted).any():
             known = some_values(table[name])

@@ -264,3 +264,8 @@ def test_the_largest_context_agrees_with_the_cells():
         for context, fits in ((longest, True), (longest + 1, False)):
             sets = [f"k={k}", f"context_len={context}", "batch_size=1"]
             assert capacity("llama-3-8b", "h200-sxm", assignments=sets)["plans"][0]["cells"][0]["fits"] is fits
+
+
+def test_flags_and_json_contradict(stored: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["best-k", str(stored), "--emit", "vllm", "--json"]) == 2
+    assert "--emit prints flags, --json the table" in capsys.readouterr().err

@@ -79,6 +79,9 @@ def test_imposed_length_needs_no_acceptance(folder, tmp_path):
         (["breakeven", "--out", "a.pdf", "--label", "mine=Ours"], "--label mine: not in these rows; known: "),
         (["acceptance", "--out", "a.pdf", "--label", "sdpa=Ours"], "--label sdpa: not in these rows; known: "),
         (["attention", "--out", "a.pdf", "--where", "workload_x=1"], "--where workload_x: not in these rows; known: "),
+        (["breakeven", "--out", "a.pdf", "--label", "sdpa=X", "per_token=X"], "--label: 'X' would name several things"),
+        (["attention", "--out", "a.pdf", "--acceptance-length", "3"], "--acceptance-length: wanted with breakeven"),
+        (["attention", "--out", "a.pdf", "--where", "batch_size=1,4"], "batch_size=1,4: one figure holds one"),
         (["breakeven", "--out", "/dev/null/a.pdf"], "--out /dev/null/a.pdf: no folder /dev/null can be made"),
     ],
 )
@@ -90,6 +93,19 @@ def test_bad_input_is_one_line(folder, tmp_path, monkeypatch, capsys, arguments,
     assert message in error
     assert error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_attention_figure_takes_the_asked_batch(tmp_path):
+    for batch in ("4", "16"):
+        write_figure("attention", tmp_path / f"{batch}.svg", Request([paths.RUNS], where={"batch_size": [batch]}))
+        assert f"batch {batch}" in (tmp_path / f"{batch}.svg").read_text()
+
+
+def test_a_file_that_cannot_be_written_is_named_as_asked(tmp_path):
+    (tmp_path / "a.csv").mkdir()
+    with pytest.raises(InputError, match=r"cannot write .*/a\.csv: "):
+        paths.write_whole(tmp_path / "a.csv", b"1")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.csv"]
 
 
 def test_latex_table_is_booktabs_with_intervals(result):

@@ -178,6 +178,8 @@ def engine_flags(engine: str, drafter: str, k: int) -> str:
 
 def run_from_arguments(arguments: argparse.Namespace) -> tuple[dict[str, Any], str, int] | None:
     """`labkit best-k`."""
+    if arguments.emit and arguments.json:
+        raise InputError("--emit prints flags, --json the table: wanted one of them")
     found = recommend(
         arguments.paths,
         acceptance_length=arguments.acceptance_length,

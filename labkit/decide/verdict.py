@@ -76,7 +76,9 @@ def render(result: Breakeven, *, everything: bool = False) -> str:
     if everything or len(result.cells) <= MOST_CELLS:
         table, rest = verdict_table(result.cells), list[str]()
     else:
+        all_cells = result.cells
         result, rest = _one_setting(result)
+        rest = [*too_long_notes(all_cells), *rest]
         table = curve_table(result.cells)
     about = [listed(result.cells, name) for name in ("gpu", "target", "drafter")]
     lines = [f"{', '.join(about)} drafter", table.to_string(index=False), "", *crossing_lines(result), *rest]
@@ -99,6 +101,15 @@ def _one_setting(result: Breakeven) -> tuple[Breakeven, list[str]]:
     others = [f"  --where {name}   ({count} cells)" for index, (name, count) in enumerate(names) if index != chosen]
     lines += [f"not shown: {len(others)} further settings", *others] if others else []
     return restricted(result, groups[chosen][1]), [*acceptance_notes(groups[chosen][1]), *lines]
+
+
+def too_long_notes(cells: pd.DataFrame) -> list[str]:
+    """Imposed lengths above the k+1 of some cells, and in how many; a listing of curves does not show their reason."""
+    found = cells["reason"].str.extract(r"imposed length (\S+) exceeds the ceiling (\d+)").dropna()
+    return [
+        f"imposed length {length} exceeds k+1 = {ceiling} in {count} cells: not judged"
+        for (length, ceiling), count in found.value_counts(sort=False).items()
+    ]
 
 
 def acceptance_notes(cells: pd.DataFrame) -> list[str]:

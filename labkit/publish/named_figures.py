@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from labkit.axes import ALIASES, keep_where, some_values
+from labkit.axes import ALIASES, keep_where, parse_size, some_values, with_sizes
 from labkit.breakeven import breakeven
 from labkit.decide.composed import cost_rows, stored_acceptance, stored_costs
 from labkit.decide.step_costs import CELL_KEY
@@ -32,6 +32,7 @@ from labkit.rows import distinct, key_value
 
 # What a display name can stand for.
 _NAMED = ("gpu", "target", "drafter", "workload", "backend", "verify_backend", "draft_backend", "decode_backend")
+_WITH_LENGTH = ("breakeven", "speedup", "step")
 _JOINED = {"loop", "step", "acceptance"}
 WIDTHS = {"column": COLUMN_WIDTH_IN, "text": TEXT_WIDTH_IN}
 
@@ -72,6 +73,9 @@ class _Data:
         ):
             if known and (unknown := sorted(set(given or {}) - known)):
                 raise InputError(f"{option} {unknown[0]}: not in these rows; known: {', '.join(sorted(known))}")
+        shown = [(self.request.labels or {}).get(name, name) for name in sorted(self.names)]
+        if twice := sorted({text for text in shown if shown.count(text) > 1}):
+            raise InputError(f"--label: {twice[0]!r} would name several things; wanted one display name for each")
 
     def _rows(self, experiment: str, gpus: Sequence[str] = ()) -> pd.DataFrame:
         """Rows of the devices asked for, else of one of ``gpus``, else of the device of the newest run."""
@@ -118,7 +122,10 @@ class _Data:
 
     def attention(self) -> tuple[pd.DataFrame, dict[str, Any]]:
         rows = self.rows("attention")
-        return one_setting(rows, batch_size=1), load_sidecars("attention", *self.used)
+        asked = (self.request.where or {}).get("batch_size", ["1"])
+        if len(asked) > 1:
+            raise InputError(f"--where batch_size={','.join(asked)}: one figure holds one batch size")
+        return one_setting(rows, batch_size=_size("batch_size", asked[0])), load_sidecars("attention", *self.used)
 
 
 def _run_ids(rows: pd.DataFrame, cells: pd.DataFrame, names: Sequence[str]) -> set[str]:
@@ -134,8 +141,8 @@ def _where(frame: pd.DataFrame, where: Mapping[str, Sequence[str]]) -> pd.DataFr
     for name, values in where.items():
         if name not in frame:
             continue
-        texts = frame[name].map(lambda value: f"{value:g}" if isinstance(value, float) else str(value))
-        kept = frame[texts.isin([*values]) | frame[name].isna()]
+        texts = frame[name].map(lambda value: str(key_value(value)))
+        kept = frame[texts.isin(with_sizes(values)) | frame[name].isna()]
         if not kept[name].notna().any():
             raise InputError(f"--where {name}: wanted one of {some_values(frame[name])}, got {', '.join(values)}")
         frame = kept
@@ -186,6 +193,10 @@ def write_figure(name: str, out: Path, request: Request) -> SavedFigure:
     """
     if name not in FIGURES:
         raise InputError(f"figure: want one of {', '.join(FIGURES)}; got {name!r}")
+    if request.acceptance_length is not None and name not in _WITH_LENGTH:
+        raise InputError(
+            f"--acceptance-length: wanted with {', '.join(_WITH_LENGTH)}; {name} draws no acceptance length"
+        )
     suffix, data = out.suffix.lstrip("."), _Data(request)
     if suffix not in (*FORMATS, *(["html"] if name == "breakeven" else [])):
         raise InputError(f"--out {out}: want a file ending in .{', .'.join(FORMATS)}, or .html for breakeven")
@@ -221,6 +232,13 @@ def run_from_arguments(arguments: argparse.Namespace) -> None:
 def _where_option(texts: Sequence[str]) -> dict[str, list[str]]:
     pairs = [_pair("--where", text) for text in texts]
     return {ALIASES.get(name, name): values.split(",") for name, values in pairs}
+
+
+def _size(name: str, text: str) -> int:
+    try:
+        return parse_size(text)
+    except InputError as error:
+        raise InputError(f"--where {name}={text}: {error}") from None
 
 
 def _pair(option: str, text: str) -> tuple[str, str]:
