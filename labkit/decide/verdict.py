@@ -108,7 +108,7 @@ def too_long_notes(cells: pd.DataFrame) -> list[str]:
     found = cells["reason"].str.extract(r"imposed length (\S+) exceeds the ceiling (\d+)").dropna()
     return [
         f"imposed length {length} exceeds k+1 = {ceiling} in {count} cells: not judged"
-        for (length, ceiling), count in found.value_counts(sort=False).items()
+        for length, ceiling, count in found.value_counts(sort=False).reset_index().itertuples(index=False)
     ]
 
 
