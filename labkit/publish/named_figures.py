@@ -99,13 +99,14 @@ class _Data:
         """The cells of `labkit breakeven` that ``where`` keeps, on the device of the newest run behind them."""
         length, paths = self.request.acceptance_length, self.request.paths
         costs = cost_rows(stored_costs(paths))
-        acceptance = stored_acceptance(paths) if length is None else None
-        result = breakeven(costs, parse_length(length) if acceptance is None else acceptance)
+        imposed = parse_length(length) if length is not None else None
+        acceptance = stored_acceptance(paths) if imposed is None else None
+        result = breakeven(costs, imposed if acceptance is None else acceptance)
         where = [f"{name}={','.join(values)}" for name, values in (self.request.where or {}).items()]
         cells = keep_where(result.cells, where)
         newest = acceptance if acceptance is not None and set(acceptance["gpu"]) & set(cells["gpu"]) else costs
         newest = newest[newest["gpu"].isin(cells["gpu"])]
-        cells = cells[cells["gpu"] == newest.loc[newest["run_id"].idxmax(), "gpu"]]
+        cells = cells[cells["gpu"] == newest.sort_values("run_id")["gpu"].iloc[-1]]
         self.names |= {str(name) for column in _NAMED if column in cells for name in distinct(cells, column)}
         self._refuse_unknown()
         found = _run_ids(costs, cells, CELL_KEY)
