@@ -12,6 +12,7 @@ from labkit.errors import InputError
 
 ALIASES = {"k": "num_speculative_tokens"}
 MAX_VALUES = 10_000  # of one range
+MOST_LISTED = 12  # values in a message
 _SIZE = re.compile(r"(\d{1,15})([kKmM]?)", re.ASCII)
 _RANGE = re.compile(r"(\d{1,15})\.\.(\d{1,15})", re.ASCII)
 
@@ -61,6 +62,11 @@ def _values(name: str, text: str, default: Sequence[Any]) -> list[Any]:
         raise InputError(f"--set {name}={text}: {error}") from None
 
 
+def with_sizes(texts: Sequence[str]) -> set[str]:
+    """The texts, and those that are sizes (``4k``) also as plain numbers."""
+    return {*texts, *(str(parse_size(text)) for text in texts if _SIZE.fullmatch(text))}
+
+
 def keep_where(table: pd.DataFrame, conditions: Sequence[str], option: str = "--where") -> pd.DataFrame:
     """The rows that hold one of the values of every ``column=v,..``; numbers may be written as sizes (``4k``).
 
@@ -68,18 +74,25 @@ def keep_where(table: pd.DataFrame, conditions: Sequence[str], option: str = "--
     """
     for condition in conditions:
         name, separator, values = condition.partition("=")
-        name, wanted = ALIASES.get(name, name), set(values.split(","))
+        name, wanted = ALIASES.get(name, name), with_sizes(values.split(","))
         if not separator or not values:
             raise InputError(f"{option} {condition!r}: wanted column=value,...")
         if name not in table:
             raise InputError(f"{option} {condition}: no such column; want one of {', '.join(map(str, table))}")
-        wanted |= {str(parse_size(text)) for text in wanted if _SIZE.fullmatch(text)}
         texts = table[name].map(lambda value: str(int(value)) if _is_whole(value) else str(value))
         if not texts.isin(wanted).any():
-            known = ", ".join(sorted(texts[table[name].notna()].unique()))
+            known = some_values(table[name])
             raise InputError(f"{option} {condition}: no cell is left; {name} is {known or 'unknown'}")
         table = table[texts.isin(wanted)]
     return table
+
+
+def some_values(values: pd.Series) -> str:
+    """Up to ``MOST_LISTED`` of the distinct values in order, and how many there are; missing ones are left out."""
+    known = sorted(values.dropna().unique().tolist(), key=lambda value: (isinstance(value, str), value))
+    texts = [str(int(value)) if _is_whole(value) else str(value) for value in known]
+    more = [f"... ({len(texts)} in all)"] if len(texts) > MOST_LISTED else []
+    return ", ".join([*texts[:MOST_LISTED], *more])
 
 
 def _is_whole(value: Any) -> bool:

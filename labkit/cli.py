@@ -40,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return int(code)
     except (InputError, Unsupported, BackendUnavailable, FileNotFoundError, PermissionError) as error:
-        print(f"labkit {arguments.name}: {_one_line(error)}", file=sys.stderr)
+        told = _one_line(error).removeprefix(f"{arguments.name}: ")
+        print(f"labkit {arguments.name}: {told}", file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
         print(f"labkit {arguments.name}: interrupted", file=sys.stderr)
@@ -230,7 +231,7 @@ def _add_publishing(add: _Add) -> None:
     batch = add(
         "batch", "publish.tour:run_batch_command", "run the notebooks unattended: executed copies, HTML, figures"
     )
-    batch.add_argument("--preset", default="committed", help="committed, cpu, gpu or auto")
+    batch.add_argument("--preset", default="committed", help="committed, cpu, gpu, ci or auto (gpu where there is one)")
     batch.add_argument("--out", type=Path, default=Path("build/batch"), metavar="DIR")
     batch.add_argument("notebooks", nargs="*", metavar="NOTEBOOK", help="names or numbers (default: all)")
     _json_flag(batch)

@@ -1,5 +1,6 @@
 """Where things lie. Notebooks, tests and the command line start from different folders: nothing resolves from '.'."""
 
+import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,10 +44,18 @@ def make_folder(folder: Path, name: str) -> Path:
 
 
 def write_whole(path: Path, content: bytes) -> Path:
-    """Write a file so that a reader sees the old one or the new one, never half of one."""
+    """Write a file so that a reader sees the old one or the new one, never half of one.
+
+    Raises InputError: it cannot be written.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise InputError(f"cannot write {path}: {error.strerror}") from error
     return path
 
 

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import secrets
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -178,6 +179,8 @@ def run_files(path: Path) -> list[Path]:
     if RUN_ID.fullmatch(str(path)) and not path.exists():
         roots = _roots(())
         for root in roots:
+            if not root.is_dir():
+                print(f"LABKIT_DATA: no folder {_source_name(root)}; passed over", file=sys.stderr)
             if found := sorted(root.rglob(f"{path}.parquet")):
                 return found[:1]
         where = ", ".join(map(_source_name, roots))

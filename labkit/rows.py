@@ -53,6 +53,11 @@ def ok_rows(df: pd.DataFrame, what: str, columns: Iterable[str]) -> pd.DataFrame
     return rows.astype(dict.fromkeys(whole, "int64"))
 
 
+def fixed_context(rows: pd.DataFrame) -> pd.DataFrame:
+    """The loop rows that are costs: those of runs at a fixed context (all drafts rejected, origin forced)."""
+    return rows[rows["origin"] == "forced"]
+
+
 def distinct(df: pd.DataFrame, column: str) -> list[Any]:
     """Sorted distinct values of a column, missing ones left out; empty where the column does not exist."""
     return sorted(df[column].dropna().unique().tolist()) if column in df else []

@@ -16,6 +16,7 @@ from labkit.decide.capacity import capacity, render
 from labkit.decide.recommend import engine_flags, recommend
 from labkit.decide.step_costs import step_costs
 from labkit.errors import InputError
+from labkit.shapes import model_shape
 from tests.synthetic import CPU, loop_rows, write_run_of, write_runs
 from tests.synthetic import acceptance_rows as synthetic_acceptance
 from tests.worlds import AcceptanceWorld, CostWorld, acceptance_rows, cost_rows, rows_of_counts
@@ -101,6 +102,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_runs(folder, CPU, ("loop", "acceptance"))
     large = (
         loop_rows(CPU)
+        .query("verify_backend == 'sdpa'")
         .iloc[:1]
         .assign(status="oom", reason="no memory", context_len=65536.0, run_id="20260201T000000Z-dddddd")
     )
@@ -112,12 +114,16 @@ def test_best_k_prints_a_table_with_what_does_not_fit(stored: Path, capsys: pyte
     assert main(["best-k", str(stored)]) == 0
     text = capsys.readouterr().out
     assert "verify on sdpa, code_editing" in text
-    assert "does not fit" in text
+    assert all("does not fit" in part for part in text.split("\n\n") if "verify on sdpa" in part)
+    assert not any("does not fit" in part for part in text.split("\n\n") if "verify on per_token" in part)
     assert "off" in text
     assert "everywhere loses" in text
     assert main(["best-k", str(stored), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["does_not_fit"] == [{"target": CPU.target, "context_len": 65536.0, "batch_size": 1}]
+    assert found["does_not_fit"] == [
+        {"gpu": CPU.gpu, "target": CPU.target, "drafter": "ngram", "verify_backend": "sdpa"}
+        | {"context_len": 65536.0, "batch_size": 1}
+    ]
     assert {row["best_k"] for row in found["best_k"]} <= {0, 2, 4}
 
 
@@ -248,3 +254,18 @@ def test_acceptance_of_another_device_and_dtype_is_said(tmp_path, capsys) -> Non
     assert "acceptance measured on other, cost" in text
     assert "acceptance measured with weight_dtype float64, cost" in text
     assert "another dtype may choose other tokens" in text
+
+
+def test_the_largest_context_agrees_with_the_cells():
+    for k in (0, 4):
+        found = capacity("llama-3-8b", "h200-sxm", assignments=[f"k={k}"])["plans"][0]
+        longest = found["largest_context_len"]
+        assert longest == model_shape("llama-3-8b").max_context_len - k - 1
+        for context, fits in ((longest, True), (longest + 1, False)):
+            sets = [f"k={k}", f"context_len={context}", "batch_size=1"]
+            assert capacity("llama-3-8b", "h200-sxm", assignments=sets)["plans"][0]["cells"][0]["fits"] is fits
+
+
+def test_flags_and_json_contradict(stored: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["best-k", str(stored), "--emit", "vllm", "--json"]) == 2
+    assert "--emit prints flags, --json the table" in capsys.readouterr().err

@@ -619,3 +619,26 @@ def test_intervals_cover_in_a_thousand_worlds(
     assert coverage[0] <= found.covered <= coverage[1]
     assert found.wrong <= 0.025
     assert found.decided_when_clear >= decided
+
+
+def test_a_refusal_lists_twelve_values_at_most() -> None:
+    table = pd.DataFrame({"context_len": [*range(1000, 9000, 100), np.nan], "drafter": ["ngram"] * 80 + [None]})
+    with pytest.raises(InputError, match=r"context_len is 1000, 1100, .*, 2100, \.\.\. \(80 in all\)$") as refused:
+        keep_where(table, ["context_len=7"])
+    assert "nan" not in str(refused.value)
+    with pytest.raises(InputError, match=r"drafter is ngram$"):
+        keep_where(table, ["drafter=eagle3"])
+
+
+def test_the_compact_listing_tells_of_an_imposed_length_above_k_plus_1() -> None:
+    worlds = [
+        falling(2.0, 0.25).with_(
+            target=f"t{target}", num_speculative_tokens=k, run_id=f"r{target}-{k}", noise=Noise(sample=0.01)
+        )
+        for target in range(6)
+        for k in (1, 4)
+    ]
+    result = breakeven(pd.concat([cost_rows(world) for world in worlds], ignore_index=True), 3.0)
+    assert len(result.cells) > 40
+    few = int((result.cells["num_speculative_tokens"] == 1).sum())
+    assert f"imposed length 3 exceeds k+1 = 2 in {few} cells: not judged" in render(result)

@@ -61,7 +61,7 @@ BAD_INPUT = [
     (["breakeven", "--cost", "x", "--acceptance-length", "two"], "X,low,high"),
     (["breakeven", "--cost", "x", "--acceptance-length="], "wanted X or X,low,high"),
     (["breakeven", "--cost", "x"], "--acceptance"),
-    (["batch", "--preset", "nosuch"], "nosuch"),
+    (["batch", "--preset", "nosuch"], "batch: preset: want one of committed, cpu, gpu, ci, auto; got 'nosuch'"),
     (["import", "no/such/file"], "no such file"),
     (["import", "x", "--engine", "nosuch"], "nosuch"),
     (["diagnose"], "wanted a log"),

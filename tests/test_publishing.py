@@ -6,6 +6,7 @@ import re
 import pandas as pd
 import pytest
 
+from labkit import paths
 from labkit.breakeven import breakeven, verdict_table
 from labkit.cli import main
 from labkit.errors import InputError
@@ -50,6 +51,19 @@ def test_where_selects_rows(folder, tmp_path):
     assert main(["figure", "breakeven", str(folder), "--out", str(tmp_path / "b.pdf"), "--where", "k=9"]) == 2
 
 
+def test_loop_and_step_cells_are_one_table_in_every_command(tmp_path, capsys):
+    runs, out, length = paths.RUNS, str(tmp_path / "a.svg"), ["--acceptance-length", "3"]
+    kept = ["--where", "target=random:hybrid-27b", "drafter=one layer", "k=7", "context_len=1k,4k", "draft_backend=fa3"]
+    assert main(["breakeven", "--cost", str(runs), *length, *kept, "--json"]) == 0
+    cells = json.loads(capsys.readouterr().out)["cells"]
+    assert {(cell["drafter"], cell["context_len"]) for cell in cells} == {("one layer", 1024), ("one layer", 4096)}
+    assert main(["figure", "breakeven", str(runs), *length, *kept, "--out", out]) == 0
+    record = json.loads((tmp_path / "a.json").read_text())
+    assert {source["experiment"] for source in record["sources"]} == {"step"}
+    assert main(["figure", "breakeven", str(runs), *length, *kept[:2], "--out", out]) == 2
+    assert "select with --where drafter=" in capsys.readouterr().err
+
+
 def test_imposed_length_needs_no_acceptance(folder, tmp_path):
     write_figure("breakeven", tmp_path / "a.svg", Request([folder / "loop"], acceptance_length="2.4,2.1,2.7"))
     assert "imposed 2.4" in (tmp_path / "a.svg").read_text()
@@ -65,6 +79,9 @@ def test_imposed_length_needs_no_acceptance(folder, tmp_path):
         (["breakeven", "--out", "a.pdf", "--label", "mine=Ours"], "--label mine: not in these rows; known: "),
         (["acceptance", "--out", "a.pdf", "--label", "sdpa=Ours"], "--label sdpa: not in these rows; known: "),
         (["attention", "--out", "a.pdf", "--where", "workload_x=1"], "--where workload_x: not in these rows; known: "),
+        (["breakeven", "--out", "a.pdf", "--label", "sdpa=X", "per_token=X"], "--label: 'X' would name several things"),
+        (["attention", "--out", "a.pdf", "--acceptance-length", "3"], "--acceptance-length: wanted with breakeven"),
+        (["attention", "--out", "a.pdf", "--where", "batch_size=1,4"], "batch_size=1,4: one figure holds one"),
         (["breakeven", "--out", "/dev/null/a.pdf"], "--out /dev/null/a.pdf: no folder /dev/null can be made"),
     ],
 )
@@ -76,6 +93,19 @@ def test_bad_input_is_one_line(folder, tmp_path, monkeypatch, capsys, arguments,
     assert message in error
     assert error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_attention_figure_takes_the_asked_batch(tmp_path):
+    for batch in ("4", "16"):
+        write_figure("attention", tmp_path / f"{batch}.svg", Request([paths.RUNS], where={"batch_size": [batch]}))
+        assert f"batch {batch}" in (tmp_path / f"{batch}.svg").read_text()
+
+
+def test_a_file_that_cannot_be_written_is_named_as_asked(tmp_path):
+    (tmp_path / "a.csv").mkdir()
+    with pytest.raises(InputError, match=r"cannot write .*/a\.csv: "):
+        paths.write_whole(tmp_path / "a.csv", b"1")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.csv"]
 
 
 def test_latex_table_is_booktabs_with_intervals(result):

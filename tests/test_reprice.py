@@ -20,13 +20,13 @@ from labkit.decide.formulas import (
 )
 from labkit.decide.reprice import measured_speedup, reprice, reprice_check
 from labkit.decide.step_costs import step_costs
-from labkit.decide.verdict import fixed_context
 from labkit.drafting.forced import ForcedDrafter, fixed_acceptance
 from labkit.drafting.ngram import NgramDrafter
 from labkit.errors import InputError
 from labkit.models.target import ModelTarget
 from labkit.models.weights import load_model
 from labkit.results import load_runs
+from labkit.rows import fixed_context
 from labkit.speculation import speculate
 from tests.test_best_k import geometric
 from tests.worlds import CostWorld, Noise, cost_rows

@@ -20,6 +20,7 @@ from labkit.results import (
     load_runs,
     load_sidecars,
     read_sidecar,
+    run_files,
     run_folder,
     write_run,
 )
@@ -334,3 +335,12 @@ def test_sidecar_is_found_from_either_file(tmp_path):
     path = write(tmp_path)
     assert read_sidecar(path) == read_sidecar(path.with_suffix(".json"))
     assert len(load_runs("loop", path.with_suffix(".json"))) == 4
+
+
+def test_a_missing_folder_of_labkit_data_is_told(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "there" / "20260131T120000Z-abcdef.parquet"
+    path.parent.mkdir()
+    path.touch()
+    monkeypatch.setenv("LABKIT_DATA", f"{tmp_path / 'gone'}:{path.parent}")
+    assert run_files(Path(path.stem)) == [path]
+    assert capsys.readouterr().err == f"LABKIT_DATA: no folder {tmp_path / 'gone'}; passed over\n"

@@ -82,6 +82,10 @@ class Capacity:
         """Tokens of a single request that fit."""
         return max(0, int((self.free_gb() * GB - self.request_bytes(0)) // self.kv_bytes()))
 
+    def largest_context_len(self, k: int) -> int:
+        """The longest context of one request that leaves room for a step of k drafts: k+1 tokens more."""
+        return max(0, min(self.num_tokens(), self.model.max_context_len) - k - 1)
+
     def cell(self, context_len: int, batch_size: int, k: int) -> dict[str, Any]:
         """Whether a cell of a grid fits, in needed and free GB of KV cache; ``reason`` in words when it does not.
 
@@ -136,7 +140,8 @@ def capacity(
     assignments : ``axis=v,...`` of ``AXES``; every cell of context_len x batch_size x k is judged.
 
     Returns {model, draft_model, gpu, plans: [{...dtypes, weights_gb, draft_gb, free_gb, kv_bytes_per_token, num_tokens,
-    largest_context_len (of one request), cells}]}. Raises InputError for unknown names, axes or values.
+    largest_context_len (of one request, at the largest k: most_drafts), most_drafts, cells}]}. Raises InputError for
+    unknown names, axes or values.
     """
     axes = dict(AXES) | parse_axes(assignments, AXES)
     for name in ("context_len", "batch_size", "num_gpus", "memory_share"):
@@ -156,7 +161,8 @@ def capacity(
         ]
         found = {"weights_gb": room.weights_gb, "draft_gb": room.draft_gb, "free_gb": room.free_gb()}
         found |= {"kv_bytes_per_token": room.kv_bytes(), "num_tokens": room.num_tokens()}
-        found["largest_context_len"] = min(room.num_tokens(), target.max_context_len)
+        most_drafts = max(axes["num_speculative_tokens"])
+        found |= {"largest_context_len": room.largest_context_len(most_drafts), "most_drafts": most_drafts}
         plans.append(chosen | found | {"cells": cells})
     names = {"model": target.name, "draft_model": drafter.name if drafter else None, "gpu": gpu, "memory_gb": size}
     return names | {"plans": plans}
@@ -175,7 +181,9 @@ def render(found: Mapping[str, Any]) -> str:
             short = -plan["free_gb"] * plan["num_gpus"]
             lines.append(f"no cell fits: the weights are {short:.1f} GB too large (num_gpus, weight_dtype, weight_gb)")
             continue
-        lines.append(f"largest context of one request: {plan['largest_context_len']:,} tokens")
+        lines.append(
+            f"largest context of one request at k = {plan['most_drafts']}: {plan['largest_context_len']:,} tokens"
+        )
         cells = pd.DataFrame(plan["cells"])
         slots = cells.drop_duplicates("context_len")[["context_len", "batch_slots", "batch_slots_without_drafter"]]
         slots = slots if found["draft_model"] else slots.drop(columns="batch_slots_without_drafter")

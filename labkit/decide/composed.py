@@ -4,14 +4,17 @@
 sum over one part of every forward gives that part of the step, and the sum without the drafter's forwards verify alone.
 """
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import numpy as np
 import pandas as pd
 
 from labkit.decide.forward_costs import FREE, loop_rows
 from labkit.decide.step_costs import CELL_KEY
-from labkit.decide.verdict import fixed_context
 from labkit.errors import InputError
-from labkit.rows import ok_rows
+from labkit.results import experiments_in, load_runs
+from labkit.rows import fixed_context, ok_rows
 
 # Parts of a forward that get a bar of their own; the rest is the layers' other work.
 _TIMED = ("attention_ms", "sampling_ms", "communication_ms", "gap_ms")
@@ -21,7 +24,7 @@ def cost_rows(rows: pd.DataFrame, *, free_drafter: str | None = None) -> pd.Data
     """Loop rows at a fixed context as they are, step rows as steps with their parts; of a frame with both, both.
 
     Where the loop itself was timed at a cell, composed steps of that cell are left out: the two are different
-    quantities (host time, bookkeeping) and must not be pooled.
+    quantities (host time, bookkeeping) and must not be pooled. Such loop rows say so in ``also_composed``.
 
     free_drafter : what drafts at no cost on the device in the step rows (``ngram``), so that its acceptance joins; None
         keeps the name that says so.
@@ -44,9 +47,32 @@ def cost_rows(rows: pd.DataFrame, *, free_drafter: str | None = None) -> pd.Data
         timed = pd.MultiIndex.from_frame(parts[0].loc[parts[0]["arm"] == "speculative", keys].astype(str))
         again = pd.MultiIndex.from_frame(parts[1][keys].astype(str)).isin(timed) & (parts[1]["arm"] == "speculative")
         parts[1] = parts[1][~again]
+        composed = pd.MultiIndex.from_frame(steps[keys].astype(str))
+        parts[0] = parts[0].assign(also_composed=pd.MultiIndex.from_frame(parts[0][keys].astype(str)).isin(composed))
     if not parts:
         raise InputError("cost: want step rows, or loop rows of a cost run (acceptance=none); got none")
     return pd.concat(parts, ignore_index=True)
+
+
+def stored_costs(paths: Sequence[Path | str]) -> pd.DataFrame:
+    """All loop and step rows at the paths, failed points included; none: LABKIT_DATA or ``data/runs``.
+
+    Raises InputError: neither is there, or a broken run.
+    """
+    parts = []
+    for name in ("loop", "step"):
+        own = [path for path in paths if name in experiments_in(path)]
+        if own or (not paths and name in experiments_in()):
+            parts.append(load_runs(name, *own))
+    if not parts:
+        found = ", ".join(sorted(experiments_in(*paths))) or "no runs"
+        raise InputError(f"cost: want loop or step runs for the cost; found {found}")
+    return pd.concat(parts, ignore_index=True)
+
+
+def stored_acceptance(paths: Sequence[Path | str]) -> pd.DataFrame:
+    """The acceptance rows at the paths, beside runs of other kinds. Raises InputError: none there, or a broken one."""
+    return load_runs("acceptance", *([path for path in paths if "acceptance" in experiments_in(path)] or paths))
 
 
 def composed_costs(step_rows: pd.DataFrame) -> pd.DataFrame:

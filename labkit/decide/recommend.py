@@ -11,13 +11,15 @@ import pandas as pd
 
 from labkit.axes import keep_where
 from labkit.decide.best_k import SETTING, best_k, regret
+from labkit.decide.composed import stored_acceptance, stored_costs
 from labkit.decide.forward_costs import FREE
 from labkit.decide.surface import verdict_surface
 from labkit.decide.verdict import acceptance_notes, parse_length
 from labkit.errors import InputError
-from labkit.results import experiments_in, load_runs
+from labkit.results import experiments_in
 from labkit.rows import plain_record
 
+_OWN, _PLACE = ["gpu", "target", "drafter", "verify_backend"], ["context_len", "batch_size"]
 ENGINES = ("sglang", "vllm", "trtllm")
 # What each engine calls a drafter of labkit; sources: data/reference/engine_flags.csv.
 METHODS = {
@@ -35,7 +37,7 @@ class Recommendation:
     """What to set.
 
     best, regret : `labkit.decide.best_k.best_k` and `labkit.decide.best_k.regret`.
-    too_large : target, context_len and batch_size of points that ran out of memory.
+    too_large : gpu, target, drafter, verify_backend, context_len and batch_size of points that ran out of memory.
     """
 
     best: pd.DataFrame
@@ -56,7 +58,8 @@ class Recommendation:
             about = f"{names['gpu']}, {names['target']}, {names['drafter']} drafter"
             lines.append(f"{about}, verify on {names['verify_backend']}, {text}")
             texts = rows.assign(text=[cell_text(row) for row in rows.to_dict("records")])
-            large = self.too_large[self.too_large["target"] == names["target"]].assign(text="does not fit")
+            own = (self.too_large[_OWN] == [names[name] for name in _OWN]).all(axis=1)
+            large = self.too_large[own].assign(text="does not fit")
             texts = pd.concat([texts, large]).drop_duplicates(["context_len", "batch_size"])
             texts = texts.astype({"context_len": int, "batch_size": int})
             table = texts.pivot(index="context_len", columns="batch_size", values="text").fillna("not measured")
@@ -121,20 +124,30 @@ def recommend(
     Raises InputError: no cost run, nothing that joins, no acceptance, or `where` names no column or keeps nothing.
     """
     present = experiments_in(*paths)
-    costs = [load_runs(name, *paths) for name in ("loop", "step") if name in present]
-    if not costs:
-        raise InputError(
-            f"best-k: want loop or step runs for the cost; found {', '.join(sorted(present)) or 'no runs'}"
-        )
+    rows = stored_costs(paths)
     if acceptance_length is None and "acceptance" not in present:
-        raise InputError("best-k: want acceptance runs, or --acceptance-length X; found neither")
-    acceptance: Any = parse_length(acceptance_length) if acceptance_length else load_runs("acceptance", *paths)
-    rows = pd.concat(costs, ignore_index=True)
+        raise InputError("acceptance: want acceptance runs, or --acceptance-length X; found neither")
+    acceptance: Any = parse_length(acceptance_length) if acceptance_length else stored_acceptance(paths)
     surface = verdict_surface(rows, acceptance, acceptance_from=acceptance_from, baseline=baseline)
     cells = keep_where(surface.result.cells, where)
-    large = rows[rows["status"] == "oom"]
-    names = ["target", "context_len", "batch_size"]
-    return Recommendation(best_k(cells), regret(cells), large[names].dropna().drop_duplicates())
+    best = best_k(cells)
+    return Recommendation(best, regret(cells), _too_large(rows, best, where))
+
+
+def _too_large(rows: pd.DataFrame, best: pd.DataFrame, where: Sequence[str]) -> pd.DataFrame:
+    """The points of the settings of ``best`` that ran out of memory, as far as ``where`` keeps their place."""
+    large = rows[rows["status"] == "oom"].copy()
+    if "backend" in large:  # of a step row; who drafts beside a forward of the target alone is free
+        large["verify_backend"] = large["verify_backend"].fillna(large["backend"])
+        large["drafter"] = large["drafter"].mask(large["experiment"].eq("step") & large["drafter"].eq("none"), FREE)
+    points = large[[*_OWN, *_PLACE]].dropna().drop_duplicates()
+    points = points.merge(best[_OWN].drop_duplicates())
+    for condition in (text for text in where if text.partition("=")[0] in _PLACE):
+        try:
+            points = keep_where(points, [condition])
+        except InputError:  # no such point is too large
+            return points.iloc[:0]
+    return points
 
 
 def engine_flags(engine: str, drafter: str, k: int) -> str:
@@ -165,6 +178,8 @@ def engine_flags(engine: str, drafter: str, k: int) -> str:
 
 def run_from_arguments(arguments: argparse.Namespace) -> tuple[dict[str, Any], str, int] | None:
     """`labkit best-k`."""
+    if arguments.emit and arguments.json:
+        raise InputError("--emit prints flags, --json the table: wanted one of them")
     found = recommend(
         arguments.paths,
         acceptance_length=arguments.acceptance_length,

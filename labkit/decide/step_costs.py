@@ -136,7 +136,8 @@ def _notes(
 ) -> Callable[[int, dict[str, Any]], tuple[str, ...]]:
     """What else to know about a cell, as a function of its number and key."""
     doubtful, names = _doubtful(rows), [name for name in MIXED if name in rows]
-    if not doubtful.any() and not any(len(set(rows[name])) > 1 for name in names):
+    twice = rows["also_composed"].eq(True).to_numpy() if "also_composed" in rows else np.zeros(len(rows), bool)
+    if not doubtful.any() and not twice.any() and not any(len(set(rows[name])) > 1 for name in names):
         return lambda cell, key: ()
     slim = rows[["arm", *names, *(["quality"] if "quality" in rows else [])]].assign(doubtful=doubtful)
     groups = pd.Series(rows.groupby(PAIR[:2]).ngroup().to_numpy(), rows.index)
@@ -155,6 +156,7 @@ def _notes(
             found.append(f"launch_mode: {', '.join(f'{arm} {mode}' for arm, mode in modes.items())}")
         qualities = both.loc[both["doubtful"], "quality"] if both["doubtful"].any() else []
         counts = Counter(kind for quality in qualities for kind in kinds(quality))
+        found += ["timed in the loop; the step runs of this cell are left out"] * bool((own & twice).any())
         found += [f"{count} of {len(both)} samples with quality {name!r}" for name, count in counts.items()]
         return tuple(found)
 

@@ -13,9 +13,10 @@ import pandas as pd
 
 from labkit.axes import keep_where
 from labkit.breakeven import Breakeven, breakeven, verdict_table
+from labkit.decide.composed import cost_rows, stored_costs
 from labkit.errors import InputError
 from labkit.paths import check_out
-from labkit.results import find_runs, load_runs
+from labkit.results import load_runs
 from labkit.rows import distinct, is_missing, listed
 
 MOST_CELLS = 40  # printed one by one
@@ -33,31 +34,6 @@ def parse_length(text: str) -> float | tuple[float, float, float]:
     return values[0] if len(values) == 1 else (values[0], values[1], values[2])
 
 
-def fixed_context(rows: pd.DataFrame) -> pd.DataFrame:
-    """The loop rows that are costs: those of runs at a fixed context (all drafts rejected, origin forced)."""
-    return rows[rows["origin"] == "forced"]
-
-
-def cost_rows(*paths: Path | str, gpu: str | None = None) -> pd.DataFrame:
-    """The rows that are costs at the paths: loop runs at a fixed context, or step runs where there is no loop run.
-
-    Raises InputError: neither is there, a broken run, or loop runs that only generated from prompts.
-    """
-    if not _holds("loop", paths, gpu) and _holds("step", paths, gpu):
-        return load_runs("step", *paths, gpu=gpu)
-    rows = fixed_context(load_runs("loop", *paths, gpu=gpu))
-    if rows.empty:
-        raise InputError("cost: these loop runs generated from prompts; wanted a cost run (acceptance=none)")
-    return rows
-
-
-def _holds(experiment: str, paths: Sequence[Path | str], gpu: str | None) -> bool:
-    try:
-        return bool(find_runs(experiment, *paths, gpu=gpu))
-    except InputError:
-        return False
-
-
 def verdict_from_files(
     cost_paths: Sequence[Path | str],
     *,
@@ -65,18 +41,18 @@ def verdict_from_files(
     acceptance_length: str | None = None,
     acceptance_from: str | None = None,
     baseline: str = "fastest",
-    gpu: str | None = None,
     where: Sequence[str] = (),
 ) -> Breakeven:
-    """Join stored costs (`cost_rows`) with stored acceptance or an imposed length; see `labkit.breakeven.breakeven`.
+    """Join stored costs of loop and step runs (`labkit.decide.composed.cost_rows`) with stored acceptance or an imposed
+    length; see `labkit.breakeven.breakeven`.
 
     where : ``column=value,..`` of the cells to keep.
 
     Raises InputError: no run where one was named, a broken one, sides that do not join, or nothing that is kept.
     """
     imposed = parse_length(acceptance_length) if acceptance_length is not None else None
-    costs = cost_rows(*cost_paths, gpu=gpu)
-    acceptance = load_runs("acceptance", *(acceptance_paths or ()), gpu=gpu) if imposed is None else imposed
+    costs = cost_rows(stored_costs(cost_paths))
+    acceptance = load_runs("acceptance", *(acceptance_paths or ())) if imposed is None else imposed
     result = breakeven(costs, acceptance, acceptance_from=acceptance_from, baseline=baseline)
     return restricted(result, keep_where(result.cells, where)) if where else result
 
@@ -100,7 +76,9 @@ def render(result: Breakeven, *, everything: bool = False) -> str:
     if everything or len(result.cells) <= MOST_CELLS:
         table, rest = verdict_table(result.cells), list[str]()
     else:
+        all_cells = result.cells
         result, rest = _one_setting(result)
+        rest = [*too_long_notes(all_cells), *rest]
         table = curve_table(result.cells)
     about = [listed(result.cells, name) for name in ("gpu", "target", "drafter")]
     lines = [f"{', '.join(about)} drafter", table.to_string(index=False), "", *crossing_lines(result), *rest]
@@ -123,6 +101,15 @@ def _one_setting(result: Breakeven) -> tuple[Breakeven, list[str]]:
     others = [f"  --where {name}   ({count} cells)" for index, (name, count) in enumerate(names) if index != chosen]
     lines += [f"not shown: {len(others)} further settings", *others] if others else []
     return restricted(result, groups[chosen][1]), [*acceptance_notes(groups[chosen][1]), *lines]
+
+
+def too_long_notes(cells: pd.DataFrame) -> list[str]:
+    """Imposed lengths above the k+1 of some cells, and in how many; a listing of curves does not show their reason."""
+    found = cells["reason"].str.extract(r"imposed length (\S+) exceeds the ceiling (\d+)").dropna()
+    return [
+        f"imposed length {length} exceeds k+1 = {ceiling} in {count} cells: not judged"
+        for length, ceiling, count in found.value_counts(sort=False).reset_index().itertuples(index=False)
+    ]
 
 
 def acceptance_notes(cells: pd.DataFrame) -> list[str]:

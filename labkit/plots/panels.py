@@ -109,7 +109,7 @@ def _facets(
         raise InputError("cells: want at least one to draw; got none")
     if mixed := _varying(cells, _FIXED):
         values = ", ".join(map(str, cells[mixed[0]].unique()))
-        raise InputError(f"cells: one figure holds one {mixed[0]}; got {values}; select one first")
+        raise InputError(f"cells: one figure holds one {mixed[0]}; got {values}; select with --where {mixed[0]}=NAME")
     if len(panels) > 2:
         raise InputError(f"cells: want at most two of {', '.join(panels)} to vary; select one value of one of them")
     choices = [sorted(cells[name].dropna().unique()) for name in panels]

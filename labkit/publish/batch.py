@@ -30,7 +30,7 @@ def preset_parameters(preset: str) -> dict[str, Any]:
     Raises InputError: there is no such preset; the message lists the known ones.
     """
     if preset not in PRESETS:
-        raise InputError(f"preset: want one of {', '.join(PRESETS)}; got {preset!r}")
+        raise InputError(f"preset: want one of {', '.join(PRESETS)}, auto; got {preset!r}")
     return dict(PRESETS[preset])
 
 

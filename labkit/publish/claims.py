@@ -13,11 +13,11 @@ from typing import Any
 
 from labkit.breakeven import CELL_COLUMNS, Breakeven, breakeven
 from labkit.decide.engine_truth import engine_cells
-from labkit.decide.verdict import fixed_context, verdict_from_files
+from labkit.decide.verdict import verdict_from_files
 from labkit.errors import InputError
 from labkit.replay.report import comparisons
 from labkit.results import load_runs, read_sidecar, run_files
-from labkit.rows import is_missing, key_value
+from labkit.rows import fixed_context, is_missing, key_value
 
 ESTIMATORS = {
     "decode_rate_ratio": (

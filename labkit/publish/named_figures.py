@@ -12,10 +12,11 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from labkit.axes import ALIASES
+from labkit.axes import ALIASES, keep_where, parse_size, some_values, with_sizes
 from labkit.breakeven import breakeven
-from labkit.decide.composed import cost_rows
-from labkit.decide.verdict import parse_length
+from labkit.decide.composed import cost_rows, stored_acceptance, stored_costs
+from labkit.decide.step_costs import CELL_KEY
+from labkit.decide.verdict import parse_length, restricted
 from labkit.errors import InputError
 from labkit.plots.acceptance import figure_acceptance
 from labkit.plots.attention import figure_attention
@@ -27,10 +28,12 @@ from labkit.plots.style import COLUMN_WIDTH_IN, TEXT_WIDTH_IN
 from labkit.publish.figures import FORMATS, SavedFigure, save_figure
 from labkit.publish.notebook import one_device
 from labkit.results import experiments_in, find_runs, load_runs, load_sidecars
-from labkit.rows import distinct
+from labkit.rows import distinct, key_value
 
 # What a display name can stand for.
 _NAMED = ("gpu", "target", "drafter", "workload", "backend", "verify_backend", "draft_backend", "decode_backend")
+_WITH_LENGTH = ("breakeven", "speedup", "step")
+_JOINED = {"loop", "step", "acceptance"}
 WIDTHS = {"column": COLUMN_WIDTH_IN, "text": TEXT_WIDTH_IN}
 
 
@@ -68,8 +71,11 @@ class _Data:
             ("--where", self.request.where, self.columns),
             ("--label", self.request.labels, self.names),
         ):
-            if unknown := sorted(set(given or {}) - known):
+            if known and (unknown := sorted(set(given or {}) - known)):
                 raise InputError(f"{option} {unknown[0]}: not in these rows; known: {', '.join(sorted(known))}")
+        shown = [(self.request.labels or {}).get(name, name) for name in sorted(self.names)]
+        if twice := sorted({text for text in shown if shown.count(text) > 1}):
+            raise InputError(f"--label: {twice[0]!r} would name several things; wanted one display name for each")
 
     def _rows(self, experiment: str, gpus: Sequence[str] = ()) -> pd.DataFrame:
         """Rows of the devices asked for, else of one of ``gpus``, else of the device of the newest run."""
@@ -90,23 +96,45 @@ class _Data:
         return frame
 
     def verdicts(self) -> Any:
-        there, length = experiments_in(*self.request.paths), self.request.acceptance_length
-        experiment = "step" if "step" in there and "loop" not in there else "loop"
-        if length is not None:
-            return breakeven(cost_rows(self.rows(experiment)), parse_length(length))
-        both = self._gpus("acceptance") & self._gpus(experiment)
-        newest = [run for run in find_runs("acceptance", *self.request.paths) if run.sidecar["gpu"] in both]
-        gpus = [one_device(newest)[0].sidecar["gpu"]] if newest else []
-        costs, acceptance = self._rows(experiment, gpus), self._rows("acceptance", gpus)
+        """The cells of `labkit breakeven` that ``where`` keeps, on the device of the newest run behind them."""
+        length, paths = self.request.acceptance_length, self.request.paths
+        costs = cost_rows(stored_costs(paths))
+        imposed = parse_length(length) if length is not None else None
+        acceptance = stored_acceptance(paths) if imposed is None else None
+        result = breakeven(costs, imposed if acceptance is None else acceptance)
+        where = [f"{name}={','.join(values)}" for name, values in (self.request.where or {}).items()]
+        cells = keep_where(result.cells, where)
+        newest = acceptance if acceptance is not None and set(acceptance["gpu"]) & set(cells["gpu"]) else costs
+        newest = newest[newest["gpu"].isin(cells["gpu"])]
+        cells = cells[cells["gpu"] == newest.sort_values("run_id")["gpu"].iloc[-1]]
+        self.names |= {str(name) for column in _NAMED if column in cells for name in distinct(cells, column)}
         self._refuse_unknown()
-        return breakeven(cost_rows(costs), acceptance)
+        found = _run_ids(costs, cells, CELL_KEY)
+        if acceptance is not None:
+            found |= _run_ids(acceptance, cells, ("gpu", "target", "drafter", "workload")) or _run_ids(
+                acceptance, cells, ("target", "drafter", "workload")
+            )
+        runs = [run for name in experiments_in(*paths) & _JOINED for run in find_runs(name, *self._own(name))]
+        self.used += [run.path for run in runs if run.path.stem in found]
+        return restricted(result, cells)
 
-    def _gpus(self, experiment: str) -> set[str]:
-        return {run.sidecar["gpu"] for run in find_runs(experiment, *self.request.paths)}
+    def _own(self, experiment: str) -> list[Path | str]:
+        return [path for path in self.request.paths if experiment in experiments_in(path)]
 
     def attention(self) -> tuple[pd.DataFrame, dict[str, Any]]:
         rows = self.rows("attention")
-        return one_setting(rows, batch_size=1), load_sidecars("attention", *self.used)
+        asked = (self.request.where or {}).get("batch_size", ["1"])
+        if len(asked) > 1:
+            raise InputError(f"--where batch_size={','.join(asked)}: one figure holds one batch size")
+        return one_setting(rows, batch_size=_size("batch_size", asked[0])), load_sidecars("attention", *self.used)
+
+
+def _run_ids(rows: pd.DataFrame, cells: pd.DataFrame, names: Sequence[str]) -> set[str]:
+    """The runs whose rows lie in one of the cells."""
+    keys = [name for name in names if name in rows and name in cells]
+    wanted = {tuple(map(key_value, key)) for key in cells[keys].itertuples(index=False)}
+    places = rows[["run_id", *keys]].drop_duplicates().itertuples(index=False, name=None)
+    return {run_id for run_id, *key in places if tuple(map(key_value, key)) in wanted}
 
 
 def _where(frame: pd.DataFrame, where: Mapping[str, Sequence[str]]) -> pd.DataFrame:
@@ -114,10 +142,10 @@ def _where(frame: pd.DataFrame, where: Mapping[str, Sequence[str]]) -> pd.DataFr
     for name, values in where.items():
         if name not in frame:
             continue
-        texts = frame[name].map(lambda value: f"{value:g}" if isinstance(value, float) else str(value))
-        kept = frame[texts.isin([*values]) | frame[name].isna()]
+        texts = frame[name].map(lambda value: str(key_value(value)))
+        kept = frame[texts.isin(with_sizes(values)) | frame[name].isna()]
         if not kept[name].notna().any():
-            raise InputError(f"--where {name}: wanted one of {', '.join(sorted(set(texts)))}, got {', '.join(values)}")
+            raise InputError(f"--where {name}: wanted one of {some_values(frame[name])}, got {', '.join(values)}")
         frame = kept
     return frame
 
@@ -166,6 +194,10 @@ def write_figure(name: str, out: Path, request: Request) -> SavedFigure:
     """
     if name not in FIGURES:
         raise InputError(f"figure: want one of {', '.join(FIGURES)}; got {name!r}")
+    if request.acceptance_length is not None and name not in _WITH_LENGTH:
+        raise InputError(
+            f"--acceptance-length: wanted with {', '.join(_WITH_LENGTH)}; {name} draws no acceptance length"
+        )
     suffix, data = out.suffix.lstrip("."), _Data(request)
     if suffix not in (*FORMATS, *(["html"] if name == "breakeven" else [])):
         raise InputError(f"--out {out}: want a file ending in .{', .'.join(FORMATS)}, or .html for breakeven")
@@ -201,6 +233,13 @@ def run_from_arguments(arguments: argparse.Namespace) -> None:
 def _where_option(texts: Sequence[str]) -> dict[str, list[str]]:
     pairs = [_pair("--where", text) for text in texts]
     return {ALIASES.get(name, name): values.split(",") for name, values in pairs}
+
+
+def _size(name: str, text: str) -> int:
+    try:
+        return parse_size(text)
+    except InputError as error:
+        raise InputError(f"--where {name}={text}: {error}") from None
 
 
 def _pair(option: str, text: str) -> tuple[str, str]:

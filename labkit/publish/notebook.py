@@ -12,10 +12,10 @@ from matplotlib.figure import Figure
 from labkit import paths
 from labkit.breakeven import Breakeven, breakeven
 from labkit.decide.surface import Surface, read_rates, select, verdict_surface
-from labkit.decide.verdict import fixed_context
 from labkit.errors import InputError
 from labkit.publish.figures import SavedFigure, save_figure
 from labkit.results import StoredRun, find_runs, load_runs, load_sidecars
+from labkit.rows import fixed_context
 from labkit.schema import columns
 
 SOURCES = ("committed", "run")

@@ -30,10 +30,10 @@ def run_tour(_: argparse.Namespace) -> None:
         raise InputError("tour: want loop and acceptance runs of one device in data/runs; there are none")
     newest = max((run for run in acceptance if run.sidecar["gpu"] in both), key=lambda run: run.sidecar["run_id"])
     gpu = newest.sidecar["gpu"]
-    sources = [run.path for run in (*costs, *acceptance) if run.sidecar["gpu"] == gpu]
-    result = verdict.verdict_from_files([], gpu=gpu)
+    loops, accepted = ([run.path for run in runs if run.sidecar["gpu"] == gpu] for runs in (costs, acceptance))
+    result = verdict.verdict_from_files(loops, acceptance_paths=accepted)
     print(verdict.render(result))
-    files = save_figure(figure_breakeven(result), "tour_breakeven", sources, out_dir=paths.BUILD / "tour")
+    files = save_figure(figure_breakeven(result), "tour_breakeven", [*loops, *accepted], out_dir=paths.BUILD / "tour")
     print(f"\nheadline figure: {next(file for file in files if file.suffix == '.png')}")
 
 
