@@ -193,7 +193,7 @@ def test_verdict_reads_as_one_line():
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"preset": "fast"}, "preset: want one of committed, cpu, gpu, ci; got 'fast'"),
+        ({"preset": "fast"}, "preset: want one of committed, cpu, gpu, ci, auto; got 'fast'"),
         ({"parameters": {"sorce": "run"}}, "no notebook declares sorce"),
         ({"notebooks": ["missing.ipynb"]}, "no such file"),
         ({"notebooks": []}, "at least one"),
