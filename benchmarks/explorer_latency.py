@@ -27,7 +27,7 @@ KEYS = {
     **{"num_speculative_tokens": "ArrowRight", "batch_size": "ArrowRight", "weight_dtype": "ArrowDown"},
     **{"kv_dtype": "ArrowDown", "drafter": "ArrowDown", "target": "ArrowDown", "gpu": "ArrowDown"},
 }
-BACK = {"ArrowRight": "ArrowLeft", "ArrowDown": "ArrowUp", "Space": "Space"}
+BACK = {"ArrowRight": "ArrowLeft", "ArrowLeft": "ArrowRight", "ArrowDown": "ArrowUp", "Space": "Space"}
 
 
 def measure(explorer: Explorer, name: str, presses: int) -> tuple[list[float], list[float]]:
