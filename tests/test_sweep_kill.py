@@ -53,7 +53,7 @@ def is_running(pid: int) -> bool:
     return state != "Z"  # dead, only not collected by the init process
 
 
-def storm(folder: Path, num_kills: int, num_points: int, seed: int) -> None:
+def assert_survives_kills(folder: Path, num_kills: int, num_points: int, seed: int) -> None:
     generator = random.Random(seed)
     stored: list[str] = []
     workers: list[int] = []
@@ -101,12 +101,12 @@ def storm(folder: Path, num_kills: int, num_points: int, seed: int) -> None:
 
 
 def test_fifteen_kills(tmp_path):
-    storm(tmp_path, num_kills=15, num_points=300, seed=1)
+    assert_survives_kills(tmp_path, num_kills=15, num_points=300, seed=1)
 
 
 @pytest.mark.soak
 def test_two_hundred_kills(tmp_path):
-    storm(tmp_path, num_kills=200, num_points=2000, seed=2)
+    assert_survives_kills(tmp_path, num_kills=200, num_points=2000, seed=2)
 
 
 def test_a_worker_hanging_in_native_code_dies_with_its_parent(tmp_path):

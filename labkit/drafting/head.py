@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -51,7 +52,7 @@ class Head:
         return None if head is None else self._linear(head)
 
 
-class HeadDrafter:
+class HeadDrafter(ABC):
     """Drafts with a head.
 
     temperature : 0 drafts greedily; above 0 it samples, and the draft carries the distribution it sampled from.
@@ -94,8 +95,9 @@ class HeadDrafter:
                     stop = min(start + _CHUNK, len(request.token_ids) - 1)
                     self._prefill(request, self._cache.rows([row]), start, stop - start)
 
+    @abstractmethod
     def _prefill(self, request: Request, cache: PagedKVCache, start: int, num_tokens: int) -> None:
-        raise NotImplementedError
+        """Enter ``num_tokens`` tokens of a prompt from ``start`` on into the head's cache."""
 
     def _room(self, requests: Sequence[Request]) -> int:
         """Drafts that the head's positions leave room for."""
