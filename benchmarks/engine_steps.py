@@ -53,9 +53,9 @@ NOT_ATTENTION = re.compile(r"reshape_and_cache|rotary|prepare_varlen", re.I)
 def points(
     backends: tuple[str, ...], ks: tuple[int, ...], contexts: dict[int, tuple[int, ...]], model: str
 ) -> list[Point]:
-    """Cells in order of importance: small k of each backend first, FLASHINFER (long to compile) last."""
+    """Cells in order of importance: small k of each backend first."""
     pairs = [(backend, k) for backend in backends for k in ks]
-    order = sorted(pairs, key=lambda pair: (pair[0] == "FLASHINFER", pair[1] > 3))
+    order = sorted(pairs, key=lambda pair: pair[1] > 3)
     return [
         {
             **{"engine": "vllm", "endpoint": f"vllm {backend}", "scene": "engine_steps", "stage": "measured"},

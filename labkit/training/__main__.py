@@ -45,7 +45,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 PRESETS["full"] |= {"limit": None, "eval_tokens": 256}
 PRESETS["smoke"] |= {"limit": 1, "eval_tokens": 12}
 _SAMPLED_SHARE, _TEMPERATURE, _LEARNING_RATE = 0.3, 0.8, 2e-3
-_STAGES = (0.25, 0.5, 1.0)  # shares of the training after which heads are written and tried
+_STAGES = (0.1, 0.25, 0.5, 1.0)  # shares of the training after which heads are written and tried
 _GENERATION_SHARE = 0.35  # of the budget, at most
 _FINAL_RESERVE_S = 45.0  # of the budget, for the last stage's trial
 
@@ -224,7 +224,7 @@ class Trainer:
         if not final:
             limit, tokens = min(6, limit or 6), min(96, tokens)
         folders = {head.layout: self.folder(head) for head in self.heads}
-        options = {"max_new_tokens": tokens, "backend": self.backend}
+        options = {"max_new_tokens": tokens, "backend": self.backend, "with_ngram": final}  # it learns nothing
         found = evaluate(self.decoder, self.tokenizer, folders, limit=limit, **options)
         stage = {"step": step, "num_trained_tokens": self.num_tokens, "prompts_per_workload": limit or "all"}
         self.curve.append(stage | {"max_new_tokens": tokens, "held_out": found})

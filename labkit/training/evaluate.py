@@ -31,17 +31,19 @@ def evaluate(
     limit: int | None,
     max_new_tokens: int,
     backend: str,
+    with_ngram: bool,
 ) -> dict[str, Any]:
     """mean_acceptance_length by drafter and workload, greedy, all prompts of a drafter in one batch.
 
-    folders : layout -> folder of a head. limit : prompts of each workload; None: all.
+    folders : layout -> folder of a head. limit : prompts of each workload; None: all. with_ngram : try n-gram lookup
+        on the same prompts too.
     """
     named = [(name, prompt) for name in WORKLOADS for prompt in load_prompts(name, limit)]
     prompts = [tokenizer.encode_chat(list(prompt.messages)) for _, prompt in named]
     room = max(map(len, prompts)) + max_new_tokens + max(DRAFT_LENGTHS.values()) + 2
     taps = taps_of(list(folders.values()), decoder)
     target = ModelTarget(decoder, batch_size=len(prompts), max_context_len=room, verify_backend=backend, taps=taps)
-    drafters: dict[str, Drafter] = {"ngram": NgramDrafter()}
+    drafters: dict[str, Drafter] = {"ngram": NgramDrafter()} if with_ngram else {}
     if folder := folders.get("autoregressive"):
         drafters["autoregressive"] = AutoregressiveDrafter.from_folder(folder, target, backend=backend)
     if folder := folders.get("block"):
