@@ -39,7 +39,7 @@ from labkit.training.losses import DRAFT_STEPS, Losses
 
 _SETTINGS = ("num_prompts", "max_new_tokens", "max_prompt_len", "num_steps", "tokens_per_batch", "draft_vocab_size")
 PRESETS: dict[str, dict[str, Any]] = {
-    "full": dict(zip(_SETTINGS, (24_000, 320, 700, 6000, 16_384, 8192), strict=True)),
+    "full": dict(zip(_SETTINGS, (30_000, 320, 700, 6000, 32_768, 8192), strict=True)),
     "smoke": dict(zip(_SETTINGS, (12, 24, 160, 3, 1024, 2048), strict=True)),
 }
 PRESETS["full"] |= {"limit": None, "eval_tokens": 256}

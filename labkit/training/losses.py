@@ -14,7 +14,7 @@ from labkit.training.checkpoints import BLOCK_SIZE
 
 DRAFT_STEPS = 5
 _STEP_WEIGHT, _BLOCK_DECAY = 0.9, 4.0
-_MAX_ROWS = 12_288  # of a batch that the loss of one draft step is taken over
+_MAX_ROWS = 24_576  # of a batch that the loss of one draft step is taken over
 
 
 class Losses:
