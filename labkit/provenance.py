@@ -47,7 +47,7 @@ _SECRETS = (
     re.compile(r"()\b(sk|hf|ghp|gho|ghs|github_pat|glpat|xox[abp]|nvapi|AKIA|AIza)[-_]?[A-Za-z0-9_-]{12,}"),
     re.compile(r"(?i)(bearer )\S+"),
     re.compile(r"(?i)(--[\w-]*(?:key|token|secret|password)[= ]\s*)[^\s\"']+"),
-    re.compile(r"(?i)((?:api[_-]?key|(?<!per_)token|secret|password)[\"']?\s*[=:]\s*[\"']?)[^\s,;&\"']+"),
+    re.compile(r"(?i)((?:api[_-]?key|(?<!per[_ ])token|secret|password)[\"']?\s*[=:]\s*[\"']?)[^\s,;&\"']+"),
     re.compile(r"(://)[^/\s:@]+(?::[^/\s@]+)?(?=@)"),
     re.compile(r"()\beyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]*"),  # a JSON web token
 )

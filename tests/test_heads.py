@@ -22,7 +22,7 @@ from labkit.models.target import ModelTarget
 from labkit.models.weights import RandomWeights, expected_tensors, load_model
 from labkit.shapes import model_shape
 from labkit.speculation import Request, speculate
-from labkit.training import heads
+from labkit.training import data, heads
 from labkit.training.checkpoints import BLOCK_SIZE, head_config, head_shape, write_head
 from tests.test_accept_sampling import chi_square_p
 from tests.test_speculation_model import assert_same_text, generate, tiny_prompts
@@ -396,3 +396,12 @@ def test_taps_of_a_chunked_prefill_are_those_of_one_pass(tiny):
     tiny.forward(torch.tensor([text]), tiny.new_cache(1, 64), backend="reference", taps=Taps(TAPS, whole))
     tiny.prefill(text, tiny.new_cache(1, 64), 0, backend="sdpa", chunk=7, taps=Taps(TAPS, parts))
     torch.testing.assert_close(whole, parts, atol=1e-4, rtol=1e-4)
+
+
+def test_stored_answers_come_back(tmp_path):
+    answers = [data.Answer([1, 2, 3], [4]), data.Answer([5], list(range(40)))]
+    data.write_answers(tmp_path / "text.npz", answers)
+    assert data.read_answers(tmp_path / "text.npz") == answers
+    (tmp_path / "text.npz").write_bytes(b"PK torn")
+    with pytest.raises(InputError, match="wanted answers"):
+        data.read_answers(tmp_path / "text.npz")

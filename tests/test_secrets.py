@@ -158,3 +158,9 @@ def test_messages_of_the_command_line(capsys):
     assert main(["check", f"{HOME}/gone"]) == 2
     assert leaks(capsys.readouterr().err) == []
     assert os.environ["HOME"] == HOME
+
+
+def test_a_count_per_token_is_no_secret():
+    text = "229,376 bytes per token = 210,641 tokens"
+    assert redact(text) == text
+    assert redact("token = abc123") == "token = <secret>"

@@ -46,21 +46,21 @@ def attention_answer(df: pd.DataFrame, sidecars: Mapping[str, Mapping[str, Any]]
     """Per backend of one setting: verify against decode at the longest context, growth per 1K, and the diagnosis."""
     table = attention_table(df, read_bandwidths(sidecars or {}))
     table = table[table["newest"]]
-    q_len, longest = verify_q_len(table, None), table["context_len"].max()
+    q_len = verify_q_len(table, None)
     found = diagnose(df[df["q_len"].isin([1, q_len])], sidecars).sort_values("run_id").set_index("backend")
-    lines = [
-        f"What does verifying {q_len} tokens cost at {format_tokens(longest)} tokens of context, against decoding one?"
-    ]
+    lines = [f"What does verifying {q_len} tokens cost at the longest context, against decoding one?"]
     one_sided: list[str] = []
     for backend in attention_order(table["backend"].unique()):
-        at = table[(table["backend"] == backend) & (table["context_len"] == longest)]
-        at = at[at["run_id"] == at["run_id"].max()].set_index("q_len")["attention_us"]
-        if q_len not in at or 1 not in at:
+        cells = table[table["backend"] == backend].pivot_table("attention_us", ["context_len", "run_id"], "q_len")
+        both = cells.dropna(subset=[q_len, 1]) if {q_len, 1} <= set(cells) else cells[:0]
+        if both.empty:
             one_sided.append(backend)
             continue
+        (longest, _), at = both.index[-1], both.iloc[-1]
         curve = table[(table["backend"] == backend) & (table["q_len"] == q_len)]
         slope = slope_us_per_1k(curve["context_len"].to_numpy(float), curve["attention_us"].to_numpy(float))
-        text = f"- {backend}: {at[q_len] / at[1]:.1f} times as long, {slope_text(slope)} tokens of context"
+        text = f"- {backend}: {at[q_len] / at[1]:.1f} times as long at {format_tokens(longest)} tokens, "
+        text += f"{slope_text(slope)} tokens of context"
         cause = found.loc[[backend]].iloc[-1]
         if np.isfinite(cause["verify_slope_over_floor"]):
             text += f", {cause['verify_slope_over_floor']:.1f} times the floor of reading keys and values once"
@@ -72,16 +72,20 @@ def attention_answer(df: pd.DataFrame, sidecars: Mapping[str, Mapping[str, Any]]
 
 
 def acceptance_answer(df: pd.DataFrame) -> str:
-    """Acceptance length per workload at the largest k, and its change from the shortest to the longest context."""
+    """Acceptance length per drafter and workload at the largest k, and its change from the shortest to the longest
+    context.
+    """
     k = int(df["num_speculative_tokens"].max())
     rows = df[df["num_speculative_tokens"] == k]
     lines = [f"How many tokens does a verify step yield on real text, with k = {k}?"]
-    bands = acceptance_table(rows, by=["workload", "context_len_low"])
-    for row in acceptance_table(rows, by=["workload"]).to_dict("records"):
+    one = rows["drafter"].nunique() == 1
+    bands = acceptance_table(rows, by=["drafter", "workload", "context_len_low"]).set_index(["drafter", "workload"])
+    for row in acceptance_table(rows, by=["drafter", "workload"]).to_dict("records"):
         low, high = row["mean_acceptance_length_low"], row["mean_acceptance_length_high"]
-        text = f"- {row['workload'].replace('_', ' ')}: {row['mean_acceptance_length']:.2f}"
+        name = "" if one else f"{str(row['drafter']).split('@')[0]}, "
+        text = f"- {name}{row['workload'].replace('_', ' ')}: {row['mean_acceptance_length']:.2f}"
         text += f" [{low:.2f}, {high:.2f}]" if np.isfinite(low) else " (one prompt, no interval)"
-        curve = bands[bands["workload"] == row["workload"]].sort_values("context_len_low")
+        curve = bands.loc[[(row["drafter"], row["workload"])]].sort_values("context_len_low")
         if len(curve) > 1:
             first, last = curve.iloc[0], curve.iloc[-1]
             text += f"; {first['mean_acceptance_length']:.2f} from {format_tokens(first['context_len_low'])} tokens on,"

@@ -69,7 +69,7 @@ def points(preset: str, **axes: Sequence[Any]) -> list[dict[str, Any]]:
     if fixed["max_new_tokens"] < least:
         raise InputError(f"axis max_new_tokens: wanted {least} or more (k + 2), got {fixed['max_new_tokens']}")
     common.check_model_axes(grid, text=True, num_new_tokens=fixed["max_new_tokens"])
-    prompts = common.prompts_of(grid)
+    prompts = common.prompts_of(grid, asked="num_prompts" in axes)
     found, together = [], fixed.pop("prompts_per_batch")
     for start in range(0, fixed["num_prompts"], together):
         for context_len in sorted(grid["context_len"], reverse=True):  # shorter ones reuse the longest one's prefill

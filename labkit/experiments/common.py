@@ -114,11 +114,14 @@ def sole(axes: Axes, name: str) -> Any:
     return axes[name][0]
 
 
-def prompts_of(axes: Axes) -> dict[str, list[workloads.Prompt]]:
-    """Workload -> its first ``num_prompts`` prompts, all where it has fewer. Raises InputError if each has fewer."""
+def prompts_of(axes: Axes, *, asked: bool) -> dict[str, list[workloads.Prompt]]:
+    """Workload -> its first ``num_prompts`` prompts, all where it has fewer.
+
+    Raises InputError: each has fewer, and the number was ``asked`` for (it is not the preset's).
+    """
     num_prompts = sole(axes, "num_prompts")
     prompts = {name: workloads.load_prompts(name, limit=num_prompts) for name in axes["workload"]}
-    if num_prompts > (most := max(map(len, prompts.values()))):
+    if asked and num_prompts > (most := max(map(len, prompts.values()))):
         raise InputError(f"axis num_prompts: {', '.join(prompts)}: at most {most} prompts; got {num_prompts}")
     return prompts
 

@@ -115,7 +115,7 @@ def points(preset: str, **axes: Sequence[Any]) -> list[dict[str, Any]]:
 
 def _places(grid: common.Axes) -> Iterator[dict[str, Any]]:
     """Where a group is measured: a context and batch, with the prompt whose text the drafter reads."""
-    prompts = common.prompts_of(grid)
+    prompts = common.prompts_of(grid, asked=True)
     for context_len in sorted(grid["context_len"]):
         for batch_size in grid["batch_size"]:
             for workload in grid["workload"]:

@@ -80,8 +80,9 @@ class Session:
         return load_sidecars(experiment, *(path for path in self.used if path.parent.parent.name == experiment))
 
     def breakeven(self, **options: object) -> Breakeven:
-        """Join the cost rows (loop) with the acceptance rows; options as in `labkit.breakeven.breakeven`."""
-        return breakeven(fixed_context(self.rows("loop")), self.rows("acceptance"), **options)  # type: ignore[arg-type]
+        """Join the cost rows (loop) of one gpu and target with the acceptance rows; options as in `breakeven`."""
+        loop, acceptance = fixed_context(self.rows("loop")), self.rows("acceptance")
+        return breakeven(_one_place(loop, acceptance, None), acceptance, **options)  # type: ignore[arg-type]
 
     def surface(self, *, widest: str | None = None, imposed: float | None = None, **options: Any) -> Surface:
         """The verdict of the loop rows and, of committed data, step rows; options as `verdict_surface`.

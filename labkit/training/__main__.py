@@ -1,8 +1,8 @@
 """Train an autoregressive and a block head for a target: ``python -m labkit.training --model NAME|DIR --out DIR``.
 
-The target writes the text (`data`), both heads learn from the same passes of it, and each stage of training is tried
-on the committed prompts, none of which was trained on. What is on disk is always a whole head: a run that is cut
-leaves that of its last stage.
+The target writes the text (`data`; it is kept beside the heads, for a next run with the same settings), both heads
+learn from the same passes of it, and each stage of training is tried on the committed prompts, none of which was
+trained on. What is on disk is always a whole head: a run that is cut leaves that of its last stage.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from labkit.models.identity import model_identity
 from labkit.models.layers import Taps
 from labkit.models.tokenizer import Tokenizer, load_tokenizer
 from labkit.models.weights import load_model
-from labkit.provenance import code_digest
+from labkit.provenance import code_digest, digest
 from labkit.shapes import ModelShape
 from labkit.training import data, heads
 from labkit.training.checkpoints import BLOCK_SIZE, LAYOUTS, head_config, head_shape, write_head
@@ -95,20 +95,15 @@ class Trainer:
     def make_text(self) -> None:
         """Prompts, answers, and the draft vocabulary: the tokens that answers hold most often, and the stop tokens."""
         settings, stops = self.settings, self.tokenizer.stop_token_ids
-        same: dict[str, Any] = {"seed": self.seed, "backend": self.backend}
-        count, longest = settings["num_prompts"], settings["max_prompt_len"]
-        prompts = data.make_prompts(self.decoder, self.tokenizer, count, max_prompt_len=longest, **same)
-        self.say(f"{len(prompts)} prompts, {sum(map(len, prompts))} tokens")
-        answers = data.generate(
-            self.decoder,
-            prompts,
-            max_new_tokens=settings["max_new_tokens"],
-            stop_token_ids=stops,
-            sampled_share=_SAMPLED_SHARE,
-            temperature=_TEMPERATURE,
-            deadline=self.start + _GENERATION_SHARE * self.budget_s,
-            **same,
-        )
+        facts = {name: settings[name] for name in ("num_prompts", "max_new_tokens", "max_prompt_len")}
+        facts |= {"target": self.model, "seed": self.seed, "temperature": _TEMPERATURE, "sampled": _SAMPLED_SHARE}
+        stored = Path(self.out) / f"text-{digest(facts)}.npz"
+        if stored.exists():
+            answers = data.read_answers(stored)
+            self.say(f"{len(answers)} answers of an earlier run in {stored.name}")
+        else:
+            answers = self._answers(stops)
+            data.write_answers(stored, answers)
         self.answers = data.usable(answers)
         if not self.answers:
             found = f"none of {len(answers)} answers has 16 tokens and varies"
@@ -119,11 +114,28 @@ class Trainer:
         size = min(settings["draft_vocab_size"], len(counts))
         self.vocabulary = counts.argsort(descending=True, stable=True)[:size].sort().values
         self.coverage = float(counts[self.vocabulary].sum() / counts.sum())
-        self.facts: dict[str, Any] = {"num_prompts": len(prompts), "num_answers": len(answers)}
+        self.facts: dict[str, Any] = {"num_answers": len(answers)}
         self.facts |= {"num_usable_answers": len(self.answers), "num_answer_tokens": len(tokens)}
         self.facts |= {"sampled_share": _SAMPLED_SHARE, "sampled_temperature": _TEMPERATURE}
         self.facts["generation_s"] = round(self.elapsed(), 1)
         self.say(f"{len(self.answers)} of {len(answers)} answers kept, {len(tokens)} tokens")
+
+    def _answers(self, stops: Sequence[int]) -> list[data.Answer]:
+        """What the target answers to the prompts, as far as its share of the budget goes."""
+        same: dict[str, Any] = {"seed": self.seed, "backend": self.backend}
+        count, longest = self.settings["num_prompts"], self.settings["max_prompt_len"]
+        prompts = data.make_prompts(self.decoder, self.tokenizer, count, max_prompt_len=longest, **same)
+        self.say(f"{len(prompts)} prompts, {sum(map(len, prompts))} tokens")
+        return data.generate(
+            self.decoder,
+            prompts,
+            max_new_tokens=self.settings["max_new_tokens"],
+            stop_token_ids=stops,
+            sampled_share=_SAMPLED_SHARE,
+            temperature=_TEMPERATURE,
+            deadline=self.start + _GENERATION_SHARE * self.budget_s,
+            **same,
+        )
 
     def make_heads(self) -> None:
         """Seeded heads and their optimizers."""

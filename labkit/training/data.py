@@ -6,23 +6,27 @@ None of the committed prompts is used, so all of them are held out. The kinds of
 from __future__ import annotations
 
 import ast
+import io
 import json
 import random
 import sys
 import textwrap
 import time
+import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from labkit.accept import sampling_probs
+from labkit.errors import InputError
 from labkit.filler import filler_text
-from labkit.paths import REFERENCE
+from labkit.paths import REFERENCE, write_whole
 from labkit.workloads import SEPARATOR
 
 if TYPE_CHECKING:
@@ -281,6 +285,27 @@ def _cut(row: list[int], stop_token_ids: Sequence[int]) -> list[int]:
     """Up to the first stop token, which stays. Zeros behind a row that left early come after its stop token."""
     end = next((place for place, token in enumerate(row) if token in stop_token_ids), len(row) - 1)
     return row[: end + 1]
+
+
+def write_answers(path: Path, answers: Sequence[Answer]) -> None:
+    """Answers in one compressed file of token ids and lengths, whole or not at all."""
+    rows = [ids for answer in answers for ids in (answer.prompt_ids, answer.output_ids)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    buffer = io.BytesIO()
+    tokens = np.fromiter((token for ids in rows for token in ids), dtype=np.int32)
+    np.savez_compressed(buffer, tokens=tokens, lens=np.array([len(ids) for ids in rows]))
+    write_whole(path, buffer.getvalue())
+
+
+def read_answers(path: Path) -> list[Answer]:
+    """What `write_answers` wrote. Raises InputError: the file is no such file."""
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            rows = np.split(stored["tokens"], stored["lens"].cumsum()[:-1])
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise InputError(f"{path}: wanted answers as `labkit.training` writes them, got {error}") from error
+    lists = [ids.tolist() for ids in rows]
+    return [Answer(*pair) for pair in zip(lists[::2], lists[1::2], strict=True)]
 
 
 def usable(answers: Sequence[Answer]) -> list[Answer]:
