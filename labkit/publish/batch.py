@@ -16,7 +16,7 @@ from labkit.publish.notebook_run import Verdict, declared_parameters, run_notebo
 
 # A preset is a set of notebook parameters; a name that a notebook does not declare is not passed to it.
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "committed": {"source": "committed", "preset": "cpu"},
+    "committed": {"source": "committed", "preset": "gpu"},
     "cpu": {"source": "run", "preset": "cpu"},
     "gpu": {"source": "run", "preset": "gpu"},
     "ci": {"source": "run", "preset": "ci"},

@@ -21,19 +21,12 @@ def run_tour(_: argparse.Namespace) -> None:
     """`labkit tour`: headline figure and verdicts from ``data/runs``; nothing is measured, no torch is loaded."""
     from labkit.plots.panels import figure_breakeven
     from labkit.publish.figures import save_figure
-    from labkit.results import find_runs
+    from labkit.publish.notebook import Session
 
-    costs, acceptance = find_runs("loop"), find_runs("acceptance")
-    # One figure holds one device: the newest on which both sides were measured.
-    both = {run.sidecar["gpu"] for run in costs} & {run.sidecar["gpu"] for run in acceptance}
-    if not both:
-        raise InputError("tour: want loop and acceptance runs of one device in data/runs; there are none")
-    newest = max((run for run in acceptance if run.sidecar["gpu"] in both), key=lambda run: run.sidecar["run_id"])
-    gpu = newest.sidecar["gpu"]
-    loops, accepted = ([run.path for run in runs if run.sidecar["gpu"] == gpu] for runs in (costs, acceptance))
-    result = verdict.verdict_from_files(loops, acceptance_paths=accepted)
+    session = Session(preset="gpu")
+    result = session.breakeven()
     print(verdict.render(result))
-    files = save_figure(figure_breakeven(result), "tour_breakeven", [*loops, *accepted], out_dir=paths.BUILD / "tour")
+    files = save_figure(figure_breakeven(result), "tour_breakeven", session.used, out_dir=paths.BUILD / "tour")
     print(f"\nheadline figure: {next(file for file in files if file.suffix == '.png')}")
 
 

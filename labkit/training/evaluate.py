@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from labkit.acceptance import AcceptanceCounts
+from labkit.decide.agreement import REPEATING
 from labkit.drafting.autoregressive import AutoregressiveDrafter
 from labkit.drafting.block import BlockDrafter
 from labkit.drafting.named import taps_of
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from labkit.models.decoder import Decoder
     from labkit.models.tokenizer import Tokenizer
 
-MAX_REPEATED = 0.2  # continuations that repeat more than this share of their 4-grams are reported apart
 DRAFT_LENGTHS = {"ngram": 5, "autoregressive": 5, "block": 7}
 
 
@@ -61,7 +61,7 @@ def _summary(names: Sequence[str], generations: Sequence[Generation], k: int) ->
     """Lengths of varied and of repeating continuations, pooled over steps, by workload and in all."""
     groups: dict[str, list[Generation]] = {}
     for name, generation in zip(names, generations, strict=True):
-        repeating = (repeated_ngram_share(generation.output_ids) or 0.0) > MAX_REPEATED
+        repeating = (repeated_ngram_share(generation.output_ids) or 0.0) > REPEATING
         for key in ("repeating",) if repeating else (name, "all", *(["code"] if name.startswith("code") else [])):
             groups.setdefault(key, []).append(generation)
     return {

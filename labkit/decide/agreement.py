@@ -1,0 +1,90 @@
+"""What greedy texts with a draft behind every token tell: how often draft and target agree, and where in an answer."""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from labkit.acceptance import acceptance_table, counts_from_frame
+from labkit.errors import InputError
+from labkit.rows import ok_rows
+
+REPEATING = 0.2  # share of repeated 4-grams above which a text counts as repeating itself
+BANDS = (0, 32, 64, 128, 256, 512)  # of output tokens
+
+
+def matched_rows(df: pd.DataFrame) -> pd.DataFrame:
+    """Rows whose ``match_lengths`` hold, for every output token but the last, how many drafts behind it were right.
+
+    Raises InputError: there are none; they are counted at temperature 0, for each drafter's largest k.
+    """
+    rows = ok_rows(df, "acceptance", ["drafter", "workload", "prompt_id", "match_lengths"])
+    rows = rows[rows["match_lengths"].map(lambda lengths: lengths is not None and np.size(lengths) > 0)]
+    if rows.empty:
+        raise InputError("acceptance rows: want match_lengths (temperature 0, largest k); none has them")
+    return rows
+
+
+def agreement_table(df: pd.DataFrame) -> pd.DataFrame:
+    """How well the share of agreeing tokens foretells the acceptance length, one row per drafter and workload.
+
+    top1_agreement : share of output positions at which the first draft is the target's token.
+    foretold : length that follows if every draft were kept with that probability p: 1 + p + ... + p^k.
+    measured : mean_acceptance_length, pooled over steps.
+    error : foretold / measured - 1; prompt_error : median of its size over texts; rank_correlation : over texts.
+    """
+    rows = matched_rows(df).reset_index(drop=True)
+    texts = rows[["drafter", "workload", "num_speculative_tokens"]].assign(
+        agreeing=[int((np.asarray(lengths) > 0).sum()) for lengths in rows["match_lengths"]],
+        places=[np.size(lengths) for lengths in rows["match_lengths"]],
+        measured=[counts_from_frame(rows.iloc[[i]]).mean_acceptance_length for i in range(len(rows))],
+    )
+    texts["foretold"] = _length(texts["agreeing"] / texts["places"], texts["num_speculative_tokens"])
+    found: list[dict[str, Any]] = []
+    by = ["drafter", "workload", "num_speculative_tokens"]
+    for key, group in texts.groupby(by):
+        share = group["agreeing"].sum() / group["places"].sum()
+        foretold = float(_length(share, group["num_speculative_tokens"].iloc[0]))
+        measured = counts_from_frame(rows.loc[group.index]).mean_acceptance_length
+        row = dict(zip(by, key, strict=True)) | {"num_texts": len(group), "top1_agreement": share}
+        row |= {"foretold": foretold, "measured": measured, "error": foretold / measured - 1}
+        row["prompt_error"] = (group["foretold"] / group["measured"] - 1).abs().median()
+        row["rank_correlation"] = group["foretold"].rank().corr(group["measured"].rank())
+        found.append(row)
+    return pd.DataFrame(found)
+
+
+def drift_table(df: pd.DataFrame) -> pd.DataFrame:
+    """Drafts that are right plus one, mean over all places of a band of the answer: one row per drafter.
+
+    Places count alike, whether a step begins there or not, so this is no acceptance length; its change is the drift.
+    """
+    rows = matched_rows(df).reset_index(drop=True)
+    places = rows[["drafter", "match_lengths"]].explode("match_lengths")
+    place = places.groupby(level=0).cumcount()
+    names = [f"{low} to {high}" for low, high in itertools.pairwise(BANDS)]
+    places = places.assign(
+        kept=places["match_lengths"].astype(float) + 1, band=pd.cut(place, BANDS, right=False, labels=names)
+    )
+    table = places.pivot_table("kept", "drafter", "band", observed=True)
+    return table.rename_axis(columns="output tokens")
+
+
+def repetition_table(df: pd.DataFrame) -> pd.DataFrame:
+    """Acceptance lengths of the largest k where the text repeats over 20% of its 4-grams, and where not."""
+    rows = ok_rows(df, "acceptance", ["drafter", "workload", "repeated_ngram_share", "num_speculative_tokens"])
+    rows = rows[rows["num_speculative_tokens"] == rows["num_speculative_tokens"].max()]
+    repeats = rows["repeated_ngram_share"].fillna(0.0) > REPEATING
+    table = acceptance_table(
+        rows.assign(text=np.where(repeats, "repeating", "varied")), by=["drafter", "workload", "text"]
+    )
+    names = ["mean_acceptance_length", "mean_acceptance_length_low", "mean_acceptance_length_high", "num_prompts"]
+    return table.set_index(["drafter", "workload", "text"])[names]
+
+
+def _length(share: pd.Series | float, k: pd.Series | int) -> np.ndarray:
+    """1 + p + ... + p^k."""
+    p, depth = np.broadcast_arrays(np.asarray(share, float), np.asarray(k, int))
+    steps = np.arange(int(depth.max()) + 1)
+    return np.where(steps <= depth[..., None], p[..., None] ** steps, 0.0).sum(axis=-1)
