@@ -12,10 +12,11 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from labkit.cli import main
-from labkit.engines.diagnose import diagnose, render
+from labkit.engines.diagnose import diagnose
 from labkit.engines.importing import Reader
 from labkit.engines.recipes import plain, recipe
 from labkit.engines.record import Record
+from labkit.engines.report import render
 from labkit.engines.roles import (
     gpu_row,
     kernel,

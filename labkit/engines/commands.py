@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from labkit.engines.diagnose import diagnose, diagnose_trace, render
-from labkit.engines.importing import Reader, import_files, summary
+from labkit.engines.diagnose import diagnose, diagnose_trace
+from labkit.engines.importing import Reader, import_files
 from labkit.engines.recipes import recipe
+from labkit.engines.report import render, summary
 from labkit.engines.roles import gpu_row, launch_findings, launch_notes, resolve_roles, version_key
 from labkit.engines.server import Server, parse_launch
 from labkit.engines.stored import write

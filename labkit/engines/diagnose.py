@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 
 from labkit.decide.intervals import generator, percentile_interval, resampled_weights, student_spread
+from labkit.engines.baseline import against_plain
 from labkit.engines.record import Record
 from labkit.engines.roles import ROLES, Role, gpu_row, kernel, resolve_roles, rows_of, speculative_tokens
 from labkit.engines.server import Server
@@ -25,7 +26,7 @@ from labkit.errors import InputError
 from labkit.shapes import ModelShape, model_shape, model_shapes
 
 MAX_WINDOWS, MIN_WINDOWS, MIN_BAND, RESAMPLES = 5000, 6, 3, 1000
-STEEP, NEAR_FLOOR, BROKEN, FALLING, SLACK, IDLE = 3.0, 2.0, 1.1, 0.05, 0.011, 0.3
+STEEP, NEAR_FLOOR, BROKEN, FALLING, GROWS, SLACK, IDLE = 3.0, 2.0, 1.1, 0.05, 1.25, 0.011, 0.3
 Interval = tuple[float, float, float]
 
 
@@ -36,6 +37,7 @@ class Diagnosis:
     bands: context_len_low, context_len_high, num_windows, mean_acceptance_length, low, high, step_ms.
     slope_ms_per_1k: growth of the step with 1,024 cached tokens of all requests together; slope_over_floor: that over
     one read of their keys and values, all layers, at the peak bandwidth of the GPUs. trace: medians over its steps,
+    baseline: cells of `against_plain`, where the log has plain windows too.
     other_over_weights: the verify pass without attention over one read of 16-bit weights on one GPU.
     """
 
@@ -49,6 +51,7 @@ class Diagnosis:
     slope_ms_per_1k: Interval | None = None
     intercept_ms: Interval | None = None
     slope_over_floor: Interval | None = None
+    baseline: list[dict[str, Any]] = field(default_factory=list)
     roles: dict[str, Role] = field(default_factory=dict)
     cause: str = ""
     next_step: str = ""
@@ -73,21 +76,18 @@ def diagnose(
 
     Raises InputError: a model that is not in ``model_shapes.csv``.
     """
-    group, is_plain, notes = judged(grouped(records, server, MAX_WINDOWS), server)
-    kept, count = group.kept, group.count
+    about = judged(grouped(records, server, MAX_WINDOWS), server)
+    group, is_plain, kept, count = about.group, about.is_plain, about.group.kept, about.group.count
     found = Diagnosis(server.engine, server.version, model or server.model, gpu or server.gpu)
     used = ("decode", "prefill") if is_plain else ROLES
     found.roles = {name: role for name, role in resolve_roles(server, found.gpu).items() if name in used}
-    found.warnings = notes + [f"{n} x {text}" if n > 1 else text for text, n in group.warnings.most_common(10)]
+    found.warnings = about.notes + [f"{n} x {text}" if n > 1 else text for text, n in group.warnings.most_common(10)]
     if group.total and not kept:
         kept, count = group.total, 1
         found.unknown.append("windows: there is one value only, since the start of the server")
     if count > len(kept):
         found.warnings.append(f"{count - len(kept)} of {count} windows were left out, at random")
-    names = ["mean_acceptance_length", "context_len", "batch_size", "step_ms", "cuda_graph"]
-    windows = pd.DataFrame([[getattr(r, name) for name in names] for r in kept], columns=names)
-    # Windows of SGLang hold equal numbers of steps, so a request weighs as much as another.
-    windows["weight"] = [float(record.steps or record.batch_size or 1) for record in kept]
+    windows, plain = _frame(kept), _frame(about.plain)
     sizes = Counter(record.num_speculative_tokens for record in kept if record.num_speculative_tokens)
     k = speculative_tokens(server) or (sizes.most_common(1)[0][0] if sizes else None)
     shape = _shape(found, given=bool(model))
@@ -95,8 +95,19 @@ def diagnose(
         _acceptance(found, windows, None if is_plain else k or math.inf)
         num_gpus = server.number("tp_size", "tensor_parallel_size", "tp") or 1
         _cost(found, windows, shape, kv_dtype or server.args.get("kv_cache_dtype", ""), num_gpus)
+        found.baseline = against_plain(windows, plain)
+    if len(plain) and not found.baseline:
+        text = f"none has {MIN_BAND} steady ones of a batch and octave of context that drafted windows have too"
+        found.unknown.append(f"what a step costs in plain ones: {len(plain)} plain windows, {text}")
     _judge(found, windows, k, is_plain)
     return found
+
+
+def _frame(records: list[Record]) -> pd.DataFrame:
+    names = [*("mean_acceptance_length", "context_len", "batch_size", "step_ms", "output_tokens_per_s", "cuda_graph")]
+    windows = pd.DataFrame([[getattr(r, name) for name in names] for r in records], columns=names)
+    # Windows of SGLang hold equal numbers of steps, so a request weighs as much as another.
+    return windows.assign(weight=[float(record.steps or record.batch_size or 1) for record in records])
 
 
 def diagnose_trace(
@@ -225,6 +236,9 @@ def _judge(found: Diagnosis, windows: pd.DataFrame, k: int | None, is_plain: boo
     ratio, slope, eager = found.slope_over_floor, found.slope_ms_per_1k, windows["cuda_graph"].eq(False)
     length = float(np.average(windows["mean_acceptance_length"], weights=windows["weight"])) if len(windows) else 0.0
     batch, many = windows["batch_size"].astype(float), eager.sum() > 0.2 * len(windows)
+    cells = [cell for cell in found.baseline if cell["batch_size"] == found.batch_size] or found.baseline[:1]
+    ends = [cells[i]["relative_step_cost"] for i in (0, -1)] if cells else []
+    grows = bool(ends) and ends[1] > GROWS * ends[0] and cells[-1]["speedup"][2] < cells[0]["speedup"][1]
     holds: dict[str, Any] = {
         "no_speculation": windows.empty,
         "plain": is_plain,
@@ -233,6 +247,7 @@ def _judge(found: Diagnosis, windows: pd.DataFrame, k: int | None, is_plain: boo
         "contradiction": length > (k or math.inf) + 1 + SLACK,
         "pinned": length > (k or math.inf) + 1 - SLACK,
         "verify_cost": ratio is not None and ratio[1] > STEEP,
+        "growing_cost": grows and found.acceptance == "flat over context" and (not ratio or ratio[2] > NEAR_FLOOR),
         "falling_acceptance": found.acceptance == "falling with context",
         "all_eager": eager.all(),
         # A graph is padded: it takes every batch up to its own.
@@ -249,17 +264,18 @@ def _judge(found: Diagnosis, windows: pd.DataFrame, k: int | None, is_plain: boo
     cost = f"the step pays {ratio[0]:.1f}x one read of the KV cache" if ratio else cost
     cost = "the slope of its steps is impossible, below 0" if holds["impossible_slope"] else cost
     words = {"length": length, "ceiling": k and k + 1, "ratio": ratio[0] if ratio else None, "cost": cost}
-    words |= {"eager": eager.sum(), "windows": len(windows)}
+    words |= {"eager": eager.sum(), "windows": len(windows), "costs": " to ".join(f"{cost:.1f}" for cost in ends)}
+    told = windows["cuda_graph"].notna().any()
+    words["graphs"] = (
+        f"{eager.sum()} of {len(windows)} windows ran without a CUDA graph" if told else "no word of graphs"
+    )
+    words["measure"] = "" if cells else "the plain step (--recipe all-reject) and "
     _conclude(found, holds, words)
     if holds["below_one"]:  # step times are derived from lengths
-        found.acceptance, found.slope_ms_per_1k, found.intercept_ms, found.slope_over_floor = (
-            "unknown",
-            None,
-            None,
-            None,
-        )
+        found.acceptance, found.baseline = "unknown", []
+        found.slope_ms_per_1k = found.intercept_ms = found.slope_over_floor = None
         found.bands = [band | {"step_ms": None} for band in found.bands]
-    if not is_plain:
+    if not is_plain and not found.baseline:
         found.unknown.append("cost of a plain step: not in this log; --recipe all-reject gives it in two minutes")
 
 
@@ -267,7 +283,7 @@ def _conclude(found: Diagnosis, holds: dict[str, bool], words: dict[str, Any]) -
     """Cause and next step of the first rule that holds."""
     rule = next(row for row in read_table("diagnosis_rules.csv") if holds.get(row["finding"]))
     verify = found.roles.get("verify", Role("unknown", ""))
-    costly = rule["finding"] in ("verify_cost", "trace_attention")
+    costly = rule["finding"] in ("verify_cost", "growing_cost", "trace_attention")
     graph = rows_of(found.engine, "setting", found.engine_version, role="graph")
     runs = kernel(found, verify.backend)
     unsplit = runs is not None and runs["kv_split"] == "no"
@@ -295,39 +311,3 @@ def _other_backend(found: Diagnosis, verify: Role) -> str:
             flag = "--prefill-attention-backend" if own else "--attention-backend"
             return f"{flag} {name} (moves {'prefill and verify' if own else 'all roles'}; compare on equal text)"
     return "unknown for this version: no backend with a KV split for verify is in the table"
-
-
-def _trace_lines(trace: dict[str, Any]) -> list[str]:
-    lines = [f"{trace['num_steps']} steps, medians: step {trace['step_ms']:.3f} ms, gap {trace['gap_ms']:.3f} ms"]
-    for phase, entry in trace["phases"].items():
-        share = entry["attention_ms"] / entry["forward_ms"] if entry["forward_ms"] else 0.0
-        lines.append(f"  {phase}: {entry['forward_ms']:.3f} ms, attention {share:.0%}")
-        for k in entry["kernels"][:3]:
-            lines.append(f"    {k['ms']:.3f} ms  {k['name'][:90]}" + (f"  grid {k['grid']}" if k["grid"] else ""))
-    ratio = trace.get("other_over_weights")
-    return lines + ([f"  verify without attention: {ratio:.1f} x one read of 16-bit weights"] if ratio else [])
-
-
-def render(found: Diagnosis) -> str:
-    """The diagnosis as text."""
-
-    def shown(value: Interval | None, form: str) -> str:
-        return "unknown" if value is None else f"{value[0]:{form}} [{value[1]:{form}}, {value[2]:{form}}]"
-
-    head = {"engine": found.engine, "version": found.engine_version, "model": found.model, "GPU": found.gpu}
-    lines = [", ".join(value or f"{name} unknown" for name, value in head.items())]
-    lines += _trace_lines(found.trace) if found.trace else [f"acceptance: {found.acceptance}"]
-    for band in found.bands:
-        low, high, length = band["low"], band["high"], band["mean_acceptance_length"]
-        value = f"{length:.2f}" if low is None else shown((length, low, high), ".2f")
-        step = f", step {band['step_ms']:.1f} ms" if band["step_ms"] else ""
-        where = f"{band['context_len_low'] or 'any'} to {band['context_len_high'] or 'any'}"
-        lines.append(f"  context {where}: {value}, {band['num_windows']} windows{step}")
-    if found.slope_ms_per_1k:
-        slope, intercept = shown(found.slope_ms_per_1k, ".3f"), shown(found.intercept_ms, ".1f")
-        lines += [f"step: {slope} ms per 1,024 cached tokens + {intercept} ms, batch {found.batch_size:g}"]
-    if found.slope_over_floor:
-        lines += [f"  you pay {shown(found.slope_over_floor, '.1f')} x one KV read"]
-    lines += [f"{name}: {role.backend}, {role.how}" for name, role in found.roles.items()]
-    lines += [f"likely cause: {found.cause}", f"next step: {found.next_step}"]
-    return "\n".join([*lines, *(f"unknown: {x}" for x in found.unknown), *(f"warning: {x}" for x in found.warnings)])

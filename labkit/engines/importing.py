@@ -12,7 +12,7 @@ from labkit.engines.reading import MAX_DOCUMENT_BYTES, MAX_LOG_CHARACTERS, Input
 from labkit.engines.record import Record
 from labkit.engines.roles import resolve_roles
 from labkit.engines.server import Server, begins_server, tells_of_server
-from labkit.engines.tables import formats, match_json, may_match, number, numbers, objects, pairs
+from labkit.engines.tables import formats, match_json, may_match, numbers, objects, pairs
 from labkit.errors import InputError
 
 ENGINES = ("auto", "sglang", "vllm", "llamacpp", "trtllm", "aiperf", "guidellm", "llamabenchy", "specforge", "mlx-vlm")
@@ -35,7 +35,11 @@ class Reader:
 
     def _start(self, server: Server) -> None:
         self.server, self._blocks, self._graphs = server, clients.Blocks(), set[bool]()
-        self._logs: dict[str, Any] = {"sglang": sglang.Log(server), "vllm": vllm.Log(), "llamacpp": llamacpp.Log()}
+        self._logs: dict[str, Any] = {
+            "sglang": sglang.Log(server),
+            "vllm": vllm.Log(server),
+            "llamacpp": llamacpp.Log(),
+        }
 
     def read(self, path: str | Path, server: Server | None = None, sampled: bool = False) -> Iterator[Record]:
         """Records of one file. ``server``: facts that hold for several files of one server; ``sampled``: of a long log
@@ -108,17 +112,22 @@ class Reader:
                 continue
             line, text = numbered
             if self._server_here and self.server.served and begins_server(text):  # a restart in the same log
-                yield from self._logs["sglang"].ready(at_end=True)
+                yield from self._logs_end()
                 self.server.restart()
-                self._graphs, self._logs["sglang"] = set(), sglang.Log(self.server)
+                self._graphs = set()
+                self._logs |= {"sglang": sglang.Log(self.server), "vllm": vllm.Log(self.server)}
             content = load_json(text.removeprefix("data: ")) if text.startswith(_JSON) and may_match(text) else None
             if content is not None:
                 yield from self._of_json(content, f"{name}:{line}")
             elif records := self._of_line(text[:MAX_LOG_CHARACTERS], name, line):
                 yield from records
 
-    def _at_end(self) -> Iterator[Record]:
+    def _logs_end(self) -> Iterator[Record]:
         yield from self._logs["sglang"].ready(at_end=True)
+        yield from self._logs["vllm"].ready()
+
+    def _at_end(self) -> Iterator[Record]:
+        yield from self._logs_end()
         yield from self._blocks.flush()
         yield from self.metrics.flush()
 
@@ -182,23 +191,3 @@ def import_files(paths: Sequence[str | Path], engine: str = "auto", reader: Read
             known = " (arguments and backends only)" if reader.server.args or reader.server.named else ""
             notes = "".join(f"; {note.partition(': ')[2]}" for note in reader.notes)
             raise InputError(f"{path}: no figures of {wanted}{known}{notes}; docs/importing.md lists what is read")
-
-
-_COLUMNS = {"mean_acceptance_length": ".2f", "draft_acceptance_rate": ".3f", "num_speculative_tokens": "d"}
-_COLUMNS |= {"batch_size": ".4g", "context_len": ".0f", "output_tokens_per_s": ".1f", "step_ms": ".2f"}
-
-
-def summary(records: Iterable[Record], limit: int = 20) -> str:
-    """A table of the first records, and how often each warning came."""
-    rows, warnings, count = [], Counter[str](), 0
-    rows.append(["place", "kind", "scope", "length", "rate", "k", "batch", "context", "tok/s", "step_ms"])
-    for count, record in enumerate(records, start=1):
-        warnings.update(record.warnings)
-        if count <= limit:
-            values = [(getattr(record, name), form) for name, form in _COLUMNS.items()]
-            shown = ["-" if number(value) is None else format(value, form) for value, form in values]
-            rows.append([record.place, f"{record.engine} {record.kind}", record.scope, *shown])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    more = [f"... {count - limit} more records; --json or --out has all of them"] if count > limit else []
-    return "\n".join(lines + more + [f"{times} x {text}" for text, times in warnings.most_common(30)])
