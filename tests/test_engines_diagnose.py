@@ -446,6 +446,25 @@ LAUNCH += "--speculative-num-draft-tokens {}"
             "0.33.0",
             ["below batch x q_len = 64 x 4"],
         ),
+        ("vllm serve m --cudagraph-capture-sizes 1 2 4 128 --max-num-seqs 64", "0.33.0", []),
+        ("vllm serve m --cudagraph-capture-sizes 1 2 4 8 --max-num-seqs 64", "0.33.0", ["CUDA graph 8: below batch"]),
+        (
+            "llama-server -m m.gguf --spec-type draft-mpt,ngram-mod",
+            "9030",
+            ["draft-mpt: unknown for this version; did"],
+        ),
+        (
+            'vllm serve m --speculative-config \'{"num_speculative_tokens": 3, "draft_sample_method": "greedy"}\'',
+            "0.20.0",
+            ["draft_sample_method: not a flag of vllm 0.20.0; known for 0.24 to 0.33.0"],
+        ),
+        ("vllm serve m --speculative-config.rejection_sample_method strict", "0.33.0", ["strict: not in vllm 0.33.0"]),
+        (
+            "sglang serve --model-path m --attention-backend nsa",
+            "0.5.23",
+            ["nsa: not in sglang 0.5.23; known for 0.5.6"],
+        ),
+        ("sglang serve --model-path m --attention-backend nsa", "0.5.6", []),
     ],
 )
 def test_launch_lines(line, version, wanted):
@@ -474,6 +493,8 @@ def test_launch_notes_tell_the_ceiling(settings, ceiling):
         ("sglang serve --model-path m --speculative-draft-attention-backend fa3", "0.5.10", "--speculative-draft-att"),
         ("llama-server -m m.gguf --draft-max 4", "6123", "--draft-max"),
         ("llama-server -m m.gguf --draft-max 4", None, "--draft-max"),
+        ("llama-server -m m.gguf --metrics", "6123", "--metrics"),
+        ("llama-server -m m.gguf --spec-type nosuch", None, "spec_type nosuch"),
     ],
 )
 def test_flags_that_are_not_known_are_said_to_be(line, version, flag):
@@ -488,7 +509,7 @@ def test_flags_of_other_programs_and_underscores_are_no_notes():
     made, flags = parse_launch(line, "0.5.21")
     assert flags == ["--model-path"]
     made, flags = parse_launch("vllm serve m --speculative_config '{\"num_speculative_tokens\": 3}'", "0.33.0")
-    assert (made.model, flags) == ("m", ["--speculative-config"])
+    assert (made.model, flags[0]) == ("m", "--speculative-config")
     assert [text for text in launch_notes(made, flags) if "unknown" in text] == []
 
 
@@ -563,7 +584,7 @@ def test_recipe_from_a_launch_line():
     assert plain("X=1 vllm serve m --speculative-config '{}' --port 1") == "X=1 vllm serve m --port 1"
     with pytest.raises(InputError, match="recipe: wanted"):
         recipe("nosuch", made, line)
-    with pytest.raises(InputError, match="recipe: wanted"):
+    with pytest.raises(InputError, match="recipe: both servers would be the same"):
         recipe("backend-ab", server("llamacpp", None), None)
 
 
@@ -600,6 +621,35 @@ def test_recipes_of_trtllm_name_a_yaml_file_for_each_server():
         assert f"trtllm-serve m --extra_llm_api_options {name}" in lines
     assert any("k8.yaml is spec.yaml with speculative_config.max_draft_len = 8" in text for text in lines)
     assert any("spec.yaml without speculative_config is plain.yaml" in text for text in lines)
+
+
+@pytest.mark.parametrize("name", ["all-reject", "k-sweep", "backend-ab"])
+def test_recipes_of_llamacpp_name_the_drafter_and_what_is_unknown_of_this_build(tmp_path, capsys, name):
+    path = tmp_path / "l.log"
+    line = "slot print_timing: id  0 | task 1 | draft acceptance = 0.75000 (  150 accepted /   200 generated), "
+    line += "mean acceptance length =  2.50, acceptance rate per position = (0.800, 0.700)\n"
+    path.write_text("build: 6700 (abc) with cc\nadding speculative implementation 'draft-mtp'\n" + line)
+    assert main(["diagnose", str(path), "--recipe", name]) == 0
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first.startswith("# --spec-type, --spec-draft-n-max")
+    assert "unknown for this version; read without a version range (ggml-org/llama.cpp server manual" in first
+    assert any("--spec-type draft-mtp --spec-draft-n-max" in text for text in rest)
+    own = {"all-reject": "--spec-synth-len 1", "k-sweep": "--spec-draft-n-max 8", "backend-ab": "--flash-attn off"}
+    assert any(text.endswith(own[name]) for text in rest)
+
+
+def test_recipes_of_trtllm_compare_backends_by_their_files():
+    line = "trtllm-serve m --extra_llm_api_options spec.yaml"
+    lines = recipe("backend-ab", parse_launch(line, "1.2")[0], line)
+    for name in ("trtllm", "flashinfer", "plain-trtllm", "plain-flashinfer"):
+        assert f"trtllm-serve m --extra_llm_api_options {name}.yaml" in lines
+    assert any("spec.yaml with attn_backend = FLASHINFER and no speculative_config" in text for text in lines)
+
+
+def test_a_recipe_says_that_the_version_is_unknown():
+    line = "sglang serve --model-path m --speculative-algorithm EAGLE"
+    first = recipe("all-reject", parse_launch(line, None)[0], line)[0]
+    assert first.startswith("# SGLANG_SIMULATE_ACC_LEN: the server's version is unknown (--engine-version); known for")
 
 
 def test_drafts_of_the_windows_are_in_the_recipe(tmp_path, capsys):

@@ -5,7 +5,6 @@ tells cost: its slope against one read of the KV cache at the GPU's peak. Interv
 """
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -17,7 +16,7 @@ import pandas as pd
 from labkit.decide.intervals import generator, percentile_interval, resampled_weights, student_spread
 from labkit.engines.baseline import against_plain
 from labkit.engines.record import Record
-from labkit.engines.roles import ROLES, Role, gpu_row, kernel, resolve_roles, rows_of, speculative_tokens
+from labkit.engines.roles import ROLES, Role, backend_flag, gpu_row, kernel, resolve_roles, rows_of, speculative_tokens
 from labkit.engines.server import Server
 from labkit.engines.tables import read_table
 from labkit.engines.trace import summarise
@@ -289,25 +288,9 @@ def _conclude(found: Diagnosis, holds: dict[str, bool], words: dict[str, Any]) -
     unsplit = runs is not None and runs["kv_split"] == "no"
     words |= {
         "kernel": f"; {verify.backend} verifies without a KV split ({runs['note']})" if runs and unsplit else "",
-        "flag": _other_backend(found, verify) if costly else "",
+        "flag": backend_flag(found, verify) if costly else "",
         "graph_flag": graph[0]["flag"] if graph else "the graph sizes (flag unknown for this version)",
     }
     found.cause, found.next_step = rule["cause"].format(**words), rule["next_step"].format(**words)
     if costly and runs is None:
         found.unknown.append("which kernel the verify pass runs: the table has none for this backend and version")
-
-
-def _other_backend(found: Diagnosis, verify: Role) -> str:
-    """The flag that moves the verify role to a backend with a KV split, if the table has both for this version."""
-    own = (found.trace or {}).get("phases", {}).get("verify", {}).get("kernels", [])
-    if split := next((k["name"] for k in own if re.search(r"split_?kv|reduce_segments", k["name"], re.I)), None):
-        return f"compare backends (--recipe backend-ab): {split[:60]} is a kernel with a KV split, see its grid"
-    if not found.engine_version:
-        return "set a verify backend with a KV split; the version is unknown, so the flag is not named"
-    for name in {"sglang": ("flashinfer", "fa3"), "vllm": ("FLASH_ATTN", "FLASHINFER")}.get(found.engine, ()):
-        row = kernel(found, name)
-        if row and row["kv_split"] == "yes" and name != verify.backend:
-            own = found.engine == "sglang" and found.roles.get("decode", verify).backend != verify.backend
-            flag = "--prefill-attention-backend" if own else "--attention-backend"
-            return f"{flag} {name} (moves {'prefill and verify' if own else 'all roles'}; compare on equal text)"
-    return "unknown for this version: no backend with a KV split for verify is in the table"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from labkit.engines.server import Server
+from labkit.engines.server import Server, is_setting
 from labkit.engines.tables import read_table
 
 _OWN = ("-", "SGLANG_", "VLLM_", "TLLM_", "TRTLLM_")  # flags and environment variables of the engines
@@ -16,6 +16,9 @@ _WHOLE = {f"speculative_{name}" for name in ("num_steps", "eagle_topk", "num_dra
     *("num_speculative_tokens", "spec_tokens", "spec_draft_n_max", "max_draft_len", "max_num_seqs", "page_size"),
     *("max_running_requests", "cuda_graph_max_bs", "max_cudagraph_capture_size", "tp_size", "tensor_parallel_size"),
 }
+_CHOICES = {"speculative_algorithm": "algorithm", "method": "algorithm", "spec_method": "algorithm"}
+_CHOICES |= {"spec_type": "algorithm", "rejection_sample_method": "rejection"}
+PLACEHOLDERS = ("ALGORITHM", "TYPE", "METHOD")  # for what neither log nor arguments tell, in recipes
 SGLANG_LIMIT = 48  # of running requests, by any speculative algorithm where none is given
 _CONFIG_KEYS = ("method", "model", "num_speculative_tokens", "quantization", "max_model_len", "revision")
 ROLES = ("verify", "decode", "draft", "draft_extend", "prefill", "linear_decode", "linear_verify")
@@ -126,6 +129,22 @@ def kernel(server: Any, backend: str, role: str = "verify") -> dict[str, str] | 
     return rows[0] if len({row["kv_split"] for row in rows}) == 1 else None
 
 
+def backend_flag(found: Any, verify: Role) -> str:
+    """The flag that moves the verify role to a backend with a KV split, if the table has both for this version."""
+    own = (found.trace or {}).get("phases", {}).get("verify", {}).get("kernels", [])
+    if split := next((k["name"] for k in own if re.search(r"split_?kv|reduce_segments", k["name"], re.I)), None):
+        return f"compare backends (--recipe backend-ab): {split[:60]} is a kernel with a KV split, see its grid"
+    if not found.engine_version:
+        return "set a verify backend with a KV split; the version is unknown, so the flag is not named"
+    for name in {"sglang": ("flashinfer", "fa3"), "vllm": ("FLASH_ATTN", "FLASHINFER")}.get(found.engine, ()):
+        row = kernel(found, name)
+        if row and row["kv_split"] == "yes" and name != verify.backend:
+            own = found.engine == "sglang" and found.roles.get("decode", verify).backend != verify.backend
+            flag = "--prefill-attention-backend" if own else "--attention-backend"
+            return f"{flag} {name} (moves {'prefill and verify' if own else 'all roles'}; compare on equal text)"
+    return "unknown for this version: no backend with a KV split for verify is in the table"
+
+
 def speculative_tokens(server: Server, rows: bool = False) -> int | None:
     """Drafts that a step can keep, k; for a tree that is its depth. ``rows``: what a step verifies without the root."""
     # SGLang's num-draft-tokens counts the root, the others do not.
@@ -141,15 +160,10 @@ def speculative_tokens(server: Server, rows: bool = False) -> int | None:
 def launch_findings(server: Server, flags: list[str]) -> Iterator[str]:
     """What is inconsistent in the arguments of a launch line, in plain words."""
     args = server.args
-    yield from _flag_texts(server, flags)[0]
+    yield from flag_texts(server, flags)[0]
     for name in sorted(_WHOLE & args.keys()):
         if not (args[name].isdecimal() and len(args[name]) < 19 and int(args[name])):
             yield f"{name}: wanted a whole number of at least 1, got {args[name]!r}"
-    read = rows_of(server.engine, "setting", None, role="backends")
-    known = [name for row in read for name in row["value"].split("|")]
-    for name in (name for name in args if name.endswith("attention_backend") and name[:3] != "mm_"):
-        if known and not any(fnmatch.fnmatch(args[name].lower(), pattern.lower()) for pattern in known):
-            yield f"{name} {args[name]}: no backend of the versions read; they have {', '.join(known)}"
     for name in {"disable_cuda_graph", "enforce_eager"} & args.keys():
         if args[name].lower() == "true":
             yield f"--{name.replace('_', '-')}: every step runs without a CUDA graph and pays its launches"
@@ -173,56 +187,72 @@ def launch_findings(server: Server, flags: list[str]) -> Iterator[str]:
         yield f"--cuda-graph-max-bs {size}: below {batch} running requests; larger batches run eager"
 
 
-def _flag_texts(server: Server, flags: list[str]) -> tuple[list[str], list[str]]:
-    """Flags that this version does not have; flags of which it is unknown."""
-    engine = server.engine
-    read = {version_key(v) for row in rows_of(engine, "setting", None, role="read") for v in row["value"].split("|")}
-    known = known_flags(engine)
-    wrong, unknown = _algorithm_texts(server, version_key(server.version) in read)
+def flag_texts(server: Server, flags: list[str]) -> tuple[list[str], list[str]]:
+    """Flags and choices that this version does not have; those of which it is unknown."""
+    engine, every = server.engine, [row for row in read_table("engine_flags.csv") if row["engine"] == server.engine]
+    read = {version_key(v) for row in every if row["role"] == "read" for v in row["value"].split("|")}
+    is_read, known, sources = version_key(server.version) in read, known_flags(engine), dict[str, list[str]]()
+    wrong, unknown = _choice_texts(server, is_read)
+    here = [row for kind in ("role", "setting") for row in rows_of(engine, kind, server.version)]
     for flag in flags:
-        if flag.startswith("speculative_config."):
-            near = difflib.get_close_matches(flag.partition(".")[2], _CONFIG_KEYS, 1, 0.8)
+        rows = [row for row in every if flag in row["flag"].split("|")]
+        head, _, key = flag.partition(".")
+        if not rows and head == "speculative_config" and is_setting(key):
+            continue
+        if not rows and head == "speculative_config":
+            near = difflib.get_close_matches(key, _CONFIG_KEYS, 1, 0.8)
             text = f"did you mean {near[0]}?" if near else "it was not checked"
             (wrong if near else unknown).append(f"{flag}: unknown for this version; {text}")
-            continue
-        rows = [row for row in read_table("engine_flags.csv") if row["engine"] == engine]
-        rows = [row for row in rows if flag in row["flag"].split("|")]
-        gone = next((row["note"] for row in rows if row["role"] == "removed"), "")
-        ranges = ", ".join(sorted({f"{row['version_from']} to {row['version_to']}" for row in rows}))
-        if not rows and flag.startswith(_OWN) and "." not in flag and f"--{flag.removeprefix('--no-')}" not in known:
-            close = "".join(f"; did you mean {name}?" for name in difflib.get_close_matches(flag, known, 1, 0.8))
-            unknown.append(f"{flag}: unknown for this version, not in the table of flags; it was not checked{close}")
-        elif gone or (rows and not any(row in rows_of(engine, row["kind"], server.version) for row in rows)):
-            if version_key(server.version) in read:
-                wrong.append(f"{flag}: not a flag of {engine} {server.version}; {gone or f'known for {ranges}'}")
+        elif not rows:
+            if flag.startswith(_OWN) and not key and f"--{flag.removeprefix('--no-')}" not in known:
+                close = "".join(f"; did you mean {name}?" for name in difflib.get_close_matches(flag, known, 1, 0.8))
+                text = "unknown for this version, not in the table of flags; it was not checked"
+                unknown.append(f"{flag}: {text}{close}")
+        elif (gone := rows[0]["role"] == "removed") or not any(row in here for row in rows):
+            text = rows[0]["note"] if gone else f"known for {ranges(rows)}"
+            lack = f"not a flag of {engine} {server.version}" if is_read else "unknown for this version"
+            (wrong if is_read else unknown).append(f"{flag}: {lack}; {text}")
+        elif server.version and not any(row["version_to"] or row["role"] == "ordinary" for row in rows):
+            sources.setdefault(rows[0]["source"], []).append(flag)
+    text = "unknown for this version; read without a version range"
+    return wrong, unknown + [f"{', '.join(names)}: {text} ({source})" for source, names in sources.items()]
+
+
+def ranges(rows: list[dict[str, str]]) -> str:
+    """The versions of some rows, in words."""
+    return ", ".join(sorted({f"{row['version_from']} to {row['version_to']}" for row in rows}))
+
+
+def _choice_texts(server: Server, is_read: bool) -> tuple[list[str], list[str]]:
+    """Methods and backends that no version has, or this one has not; the same where the version was not read."""
+    wrong, unknown = list[str](), list[str]()
+    for name, text in server.args.items():
+        role = _CHOICES.get(name, "backends" if name.endswith("attention_backend") and name[:3] != "mm_" else "")
+        rows = rows_of(server.engine, "setting", None, role=role)
+        for given in text.split(",") if rows and text not in PLACEHOLDERS else ():
+            having = [row for row in rows if any(fnmatch.fnmatch(given.lower(), v.lower()) for v in _values(row))]
+            values = [value for row in rows for value in _values(row)]
+            near = difflib.get_close_matches(given, values, 1, 0.8)
+            if any(row in rows_of(server.engine, "setting", server.version, role=role) for row in having):
+                continue
+            if not having and role == "backends":
+                wrong.append(f"{name} {given}: no backend of the versions read; they have {', '.join(values)}")
+            elif not having:
+                text = f"did you mean {near[0]}?" if near else "not in the table; it was not checked"
+                (wrong if near else unknown).append(f"{name} {given}: unknown for this version; {text}")
             else:
-                unknown.append(f"{flag}: unknown for this version; {gone or f'known for {ranges}'}")
+                lack = f"not in {server.engine} {server.version}" if is_read else "unknown for this version"
+                (wrong if is_read else unknown).append(f"{name} {given}: {lack}; known for {ranges(having)}")
     return wrong, unknown
 
 
-def _algorithm_texts(server: Server, is_read: bool) -> tuple[list[str], list[str]]:
-    """An algorithm or method that no version has, or this one has not; the same where the version was not read."""
-    names = {"sglang": ["speculative_algorithm"], "vllm": ["method", "spec_method"]}
-    name, given = next(((n, server.args[n]) for n in names.get(server.engine, ()) if n in server.args), ("", ""))
-    rows = rows_of(server.engine, "setting", None, role="algorithm")
-    asked = given.upper() if server.engine == "sglang" else "mtp" if given.endswith("_mtp") else given
-    having = [row for row in rows if asked in row["value"].split("|")]
-    if not given or any(row in rows_of(server.engine, "setting", server.version, role="algorithm") for row in having):
-        return [], []
-    if not having:
-        near = difflib.get_close_matches(asked, [value for row in rows for value in row["value"].split("|")], 1, 0.8)
-        if near:
-            return [f"{name} {given}: unknown for this version; did you mean {near[0]}?"], []
-        return [], [f"{name} {given}: unknown for this version, not in the table; it was not checked"]
-    ranges = ", ".join(f"{row['version_from']} to {row['version_to']}" for row in having)
-    if is_read:
-        return [f"{name} {given}: not in {server.engine} {server.version}; known for {ranges}"], []
-    return [], [f"{name} {given}: unknown for this version; known for {ranges}"]
+def _values(row: dict[str, str]) -> list[str]:
+    return row["value"].split("|")
 
 
 def launch_notes(server: Server, flags: list[str]) -> Iterator[str]:
     """What follows from the arguments and is no mistake."""
-    yield from _flag_texts(server, flags)[1]
+    yield from flag_texts(server, flags)[1]
     if k := speculative_tokens(server):
         yield f"acceptance length is at most {k + 1}: {k} drafts on a path and the bonus token"
     drafts = server.engine == "sglang" and "speculative_algorithm" in server.args

@@ -1,5 +1,6 @@
 """What a log, an info page or a launch line says about the server: engine, version, arguments, backends as named."""
 
+import itertools
 import json
 import re
 import shlex
@@ -114,7 +115,7 @@ class Server:
         if self.engine == "sglang":
             self.args = {"speculative_algorithm": "ALGORITHM"} | self.args | {rows: str(k + 1)}
         elif self.engine == "llamacpp":
-            self.args = {"spec_type": "TYPE"} | self.args | {"spec_draft_n_max": str(k)}
+            self.args = {"spec_type": self.named.get("drafter", "TYPE")} | self.args | {"spec_draft_n_max": str(k)}
         elif self.engine == "vllm":
             self.settings |= {"num_speculative_tokens": k}
 
@@ -130,7 +131,8 @@ class Server:
         return given or self.args.get("rejection_sample_method") == "synthetic"
 
 
-def _is_setting(name: str) -> bool:
+def is_setting(name: str) -> bool:
+    """Whether it is a speculative setting of vLLM that is kept."""
     return name == "num_spec_tokens" or _SETTING.fullmatch(name) is not None
 
 
@@ -178,7 +180,7 @@ def parse_launch(line: str, version: str | None) -> tuple[Server, list[str]]:
     program = max(program, module)
     values: dict[str, Any] = {match[1]: match[2] for word in words if (match := _ENVIRONMENT.fullmatch(word))}
     flags = list(values)
-    for word, after in zip(words[program:], [*words[program + 1 :], ""], strict=True):
+    for i, (word, after) in enumerate(itertools.pairwise([*words[program:], ""]), start=program):
         if word.startswith("--") or re.fullmatch(r"-[a-z]{1,4}|-O", word):
             name, mark, value = word.partition("=")
             head, dot, inner = name.partition(".")
@@ -186,6 +188,8 @@ def parse_launch(line: str, version: str | None) -> tuple[Server, list[str]]:
                 head = f"--{head.strip('-').replace('_', '-')}"
             flags.append(f"{head}{dot}{inner}")
             text = value if mark else ("true" if after.startswith("--") or not after else after)
+            several = itertools.takewhile(str.isdecimal, words[i + 1 :]) if not mark else ()
+            text = " ".join(several) or text  # graph sizes
             key = "compilation_config" if head == "-O" else head.strip("-").replace("-", "_")
             if dot:
                 known = load_json(text)
@@ -198,7 +202,7 @@ def parse_launch(line: str, version: str | None) -> tuple[Server, list[str]]:
                 raise InputError(f"launch: {name}: wanted JSON, got {error}") from error
             if key == "speculative_config" and not isinstance(values[key], dict):
                 raise InputError(f"launch: {name}: wanted a JSON object, got {value if mark else after!r}")
-    flags += [f"speculative_config.{name}" for name in values.get("speculative_config", ()) if not _is_setting(name)]
+    flags += [f"speculative_config.{name}" for name in values.get("speculative_config", ())]
     if after := next((words[i + 1] for i, word in enumerate(words[:-1]) if i >= program and word[-5:] == "serve"), ""):
         values |= {} if "model" in values or after.startswith("-") else {"model": after}
     server = Server(engine=engine, version=version)
