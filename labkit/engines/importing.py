@@ -1,6 +1,7 @@
 """From files to records: which format a line or document has, in one pass and bounded memory."""
 
 import itertools
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,8 +12,8 @@ from labkit.engines.metrics import SAMPLE, MetricsPages
 from labkit.engines.reading import MAX_DOCUMENT_BYTES, MAX_LOG_CHARACTERS, Input, load_json
 from labkit.engines.record import Record
 from labkit.engines.roles import resolve_roles
-from labkit.engines.server import Server, begins_server, tells_of_server
-from labkit.engines.tables import formats, match_json, may_match, numbers, objects, pairs
+from labkit.engines.server import Server, begins_server, server_marks
+from labkit.engines.tables import formats, json_marks, match_json, may_match, numbers, objects, pairs
 from labkit.errors import InputError
 
 ENGINES = ("auto", "sglang", "vllm", "llamacpp", "trtllm", "aiperf", "guidellm", "llamabenchy", "specforge", "mlx-vlm")
@@ -93,11 +94,16 @@ class Reader:
             self.notes.append(f"{source.name}: no whole JSON value (cut off or nested too deep); read line by line")
             yield from self._of_text(text, source.name)
 
-    def _enter(self, block: str) -> None:
-        """Look at many lines at once for what none of them holds: most lines of a log are none of ours."""
+    def _enter(self, block: str) -> re.Pattern[str] | None:
+        """Look at many lines at once for what none of them holds; what a line must hold that is one of ours."""
         self._here = [item for item in self._lines if item.has in block]
         self._marks_here = [item.has for item in formats("block") if item.has in block]
-        self._server_here = tells_of_server(block)
+        marks = [mark for mark in server_marks() if mark in block]
+        self._server_here = bool(marks)
+        if self._blocks.start or self._marks_here:
+            return None  # any line may be of a block
+        marks += [mark for mark in (*json_marks(), *_SAMPLES, *(item.has for item in self._here)) if mark in block]
+        return re.compile("|".join(map(re.escape, marks)) or "(?!)")
 
     def _of_text(self, text: str, name: str) -> Iterator[Record]:
         self._enter(text)

@@ -73,6 +73,8 @@ class Record:
     @property
     def has_figures(self) -> bool:
         """Whether it has a figure, or a warning that says why a line of figures gave none."""
+        if self.mean_acceptance_length is not None or self.output_tokens_per_s is not None:
+            return True
         values = (*(getattr(self, name) for name in self.__slots__ if name != "details"), *self.details.values())
         return bool(self.warnings) or any(isinstance(value, int | float | list) and value != [] for value in values)
 

@@ -1,5 +1,6 @@
 """What a log, an info page or a launch line says about the server: engine, version, arguments, backends as named."""
 
+import functools
 import itertools
 import json
 import re
@@ -136,9 +137,10 @@ def is_setting(name: str) -> bool:
     return name == "num_spec_tokens" or _SETTING.fullmatch(name) is not None
 
 
-def tells_of_server(text: str) -> bool:
-    """Whether a text may hold a line that `Server.take_line` understands."""
-    return any(mark in text for mark in ("NVIDIA ", "RTX ", *_ARGUMENT_LINES, *(f.has for f in formats("server"))))
+@functools.cache
+def server_marks() -> tuple[str, ...]:
+    """Texts, one of which every line holds that `Server.take_line` understands."""
+    return ("NVIDIA ", "RTX ", *_ARGUMENT_LINES, *(item.has for item in formats("server")))
 
 
 def begins_server(text: str) -> bool:
