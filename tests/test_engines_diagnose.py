@@ -28,8 +28,10 @@ from labkit.engines.roles import (
     version_key,
 )
 from labkit.engines.server import Server, parse_launch
+from labkit.engines.tables import read_table
 from labkit.errors import InputError
 from labkit.paths import REFERENCE, RUNS
+from labkit.provenance import redact
 from labkit.shapes import model_shape
 
 ARGS = "server_args=ServerArgs(model_path='org/Llama-3.3-70B-x', attention_backend={backend!r}, "
@@ -261,6 +263,47 @@ def test_long_requests_among_short_ones_are_no_stall():
         assert [r.step_ms for r in records] == pytest.approx([step[c] for c in order], rel=1e-3)
     stalled = list(Reader().read_text("".join(line.format(1024, rate) for rate in (200, 200, 20, 200)), "log"))
     assert [r.step_ms is None for r in stalled] == [False, False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [
+        ("attention_backend='triton'", "--attention-backend flashinfer (moves all roles without"),
+        ("prefill_attention_backend='triton'", "--prefill-attention-backend flashinfer (moves prefill and verify"),
+        (
+            "decode_attention_backend='triton', prefill_attention_backend='fa3', speculative_attention_mode='decode'",
+            "--decode-attention-backend flashinfer (moves decode and verify",
+        ),
+    ],
+)
+def test_the_flag_that_moved_the_verify_role_moves_it_again(flags, wanted):
+    found = diagnosed(log(ms_per_1k=20 * FLOOR).replace("attention_backend='triton'", flags))
+    assert found.roles["verify"].backend == "triton"
+    assert found.next_step.startswith(wanted)
+
+
+def test_a_step_faster_than_the_peak_has_no_floor():
+    found = diagnosed(log(ms_per_1k=0.6 * FLOOR))
+    assert found.slope_over_floor is None
+    assert any("reads of the KV cache are below one" in text for text in found.unknown)
+    assert "KV read" not in render(found)
+
+
+def test_step_times_are_of_one_batch():
+    text = log(ms_per_1k=FLOOR)
+    found = diagnosed(
+        text + re.sub(r"req: 1,.*token: (\d+)", lambda m: f"req: 4, #token: {4 * int(m[1])}", text[:9000])
+    )
+    assert found.batch_size == 1
+    assert all(19 < band["step_ms"] < 31 for band in found.bands)  # a fourth of them would be 80 and more
+
+
+def test_a_log_without_contexts_is_told_what_it_lacks():
+    counts = "Accepted: 360 tokens, Drafted: 600 tokens, Per-position acceptance rate: 0.800, 0.600, 0.400"
+    line = f"INFO 05-08 10:00:00 SpecDecoding metrics: Mean acceptance length: 2.80, {counts}\n"
+    assert "GPU KV cache size" in diagnosed(9 * line).next_step
+    iteration = '{"iterLatencyMS": 20.0, "specDecodingStats": {"numDraftTokens": 3, "acceptanceLength": 2.5}}\n'
+    assert diagnosed(9 * iteration).next_step.startswith("labkit replay at several contexts")
 
 
 def test_tensor_parallel_servers_read_their_share():
@@ -673,6 +716,15 @@ def test_table_of_flags_is_sound():
     assert gpu_row("NVIDIA A100-SXM4-80GB")["gpu"] == "a100-80gb-sxm"
     assert gpu_row("NVIDIA GeForce RTX 5090")["gpu"] == "rtx-5090"
     assert gpu_row("unheard of") is None
+    for board in ("NVIDIA A100-PCIE-40GB", "NVIDIA H100 PCIe", "NVIDIA H100 NVL"):  # other memories
+        assert gpu_row(board) is None
+    texts = [
+        text
+        for name in ("engine_flags.csv", "diagnosis_rules.csv")
+        for row in read_table(name)
+        for text in row.values()
+    ]
+    assert all(redact(text) == text for text in texts)
 
 
 class Where:

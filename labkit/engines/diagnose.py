@@ -25,7 +25,12 @@ from labkit.errors import InputError
 from labkit.shapes import ModelShape, model_shape, model_shapes
 
 MAX_WINDOWS, MIN_WINDOWS, MIN_BAND, RESAMPLES = 5000, 6, 3, 1000
-STEEP, NEAR_FLOOR, BROKEN, FALLING, GROWS, SLACK, IDLE = 3.0, 2.0, 1.1, 0.05, 1.25, 0.011, 0.3
+STEEP, NEAR_FLOOR, BROKEN, FALLING, GROWS, FASTEST, SLACK, IDLE = 3.0, 2.0, 1.1, 0.05, 1.25, 0.95, 0.011, 0.3
+_REPLAY = "labkit replay at several contexts: this source prints none"
+_MORE_LOG = {
+    "all": "a log over more contexts: at least 6 windows of one batch size, the longest context 1.5 times the shortest",
+    "vllm": "the log from its start on: its line 'GPU KV cache size' tells contexts",
+}
 Interval = tuple[float, float, float]
 
 
@@ -33,6 +38,7 @@ Interval = tuple[float, float, float]
 class Diagnosis:
     """What `diagnose` found; lengths in tokens per step, intervals as (value, low, high), unknown is None.
 
+    batch_size: the most frequent one, which step times, slope and intercept are of.
     bands: context_len_low, context_len_high, num_windows, mean_acceptance_length, low, high, step_ms.
     slope_ms_per_1k: growth of the step with 1,024 cached tokens of all requests together; slope_over_floor: that over
     one read of their keys and values, all layers, at the peak bandwidth of the GPUs. trace: medians over its steps,
@@ -91,9 +97,11 @@ def diagnose(
     k = speculative_tokens(server) or (sizes.most_common(1)[0][0] if sizes else None)
     shape = _shape(found, given=bool(model))
     if not windows.empty:
+        timed = windows.dropna(subset=["step_ms", "context_len", "batch_size"])
+        found.batch_size = None if timed.empty else float(timed["batch_size"].mode()[0])
         _acceptance(found, windows, None if is_plain else k or math.inf)
         num_gpus = server.number("tp_size", "tensor_parallel_size", "tp") or 1
-        _cost(found, windows, shape, kv_dtype or server.args.get("kv_cache_dtype", ""), num_gpus)
+        _cost(found, timed, shape, kv_dtype or server.args.get("kv_cache_dtype", ""), num_gpus)
         found.baseline = against_plain(windows, plain)
     if len(plain) and not found.baseline:
         text = f"none has {MIN_BAND} steady ones of a batch and octave of context that drafted windows have too"
@@ -174,7 +182,7 @@ def _acceptance(found: Diagnosis, windows: pd.DataFrame, k: float | None) -> Non
                 low, high = max(low, 1.0), min(high, k + 1)
         edges = [int(2 ** (float(str(band)) + side)) if placed is not windows else None for side in (-0.5, 0.5)]
         entry: dict[str, Any] = {"context_len_low": edges[0], "context_len_high": edges[1]}
-        entry["step_ms"] = rows["step_ms"].astype(float).median()
+        entry["step_ms"] = rows["step_ms"].astype(float)[rows["batch_size"].eq(found.batch_size or 0)].median()
         entry |= {"num_windows": len(rows), "mean_acceptance_length": mean, "low": low, "high": high}
         found.bands.append({name: None if pd.isna(value) else value for name, value in entry.items()})
     if k is None:
@@ -191,12 +199,10 @@ def _acceptance(found: Diagnosis, windows: pd.DataFrame, k: float | None) -> Non
         found.unknown.append(f"whether acceptance depends on context; {text}")
 
 
-def _cost(found: Diagnosis, windows: pd.DataFrame, shape: ModelShape | None, kv_dtype: str, num_gpus: int) -> None:
-    timed = windows.dropna(subset=["step_ms", "context_len", "batch_size"])
+def _cost(found: Diagnosis, timed: pd.DataFrame, shape: ModelShape | None, kv_dtype: str, num_gpus: int) -> None:
     if timed.empty:
         found.unknown.append("step time by context: no window has batch, context and throughput together")
         return
-    found.batch_size = float(timed["batch_size"].mode()[0])
     timed = timed[timed["batch_size"] == found.batch_size].astype(float)
     cached, step = (timed["context_len"] * timed["batch_size"]).to_numpy() / 1024, timed["step_ms"].to_numpy()
     if len(timed) < MIN_WINDOWS or cached.max() < 1.5 * cached.min():
@@ -217,8 +223,12 @@ def _cost(found: Diagnosis, windows: pd.DataFrame, shape: ModelShape | None, kv_
     per_token = shape.kv_bytes_per_token("float8_e4m3fn" if "fp8" in kv_dtype or "float8" in kv_dtype else "bfloat16")
     # Tensor parallelism shares the KV heads out, at most one per GPU.
     floor = per_token / min(num_gpus, shape.num_kv_heads) * 1024 / float(peak["memory_gb_per_s"]) / 1e6
-    if fits[0][2] >= 0:  # else the slope is impossible
-        found.slope_over_floor = tuple(value / floor for value in fits[0])  # type: ignore[assignment]
+    ratio = (fits[0][0] / floor, fits[0][1] / floor, fits[0][2] / floor)
+    if 0 <= ratio[2] < FASTEST:
+        text = "what was assumed is wrong: shape, KV type (--kv-dtype), sliding window, GPU or tensor parallelism"
+        found.unknown.append(f"floor of the step time: {ratio[0]:.2f} reads of the KV cache are below one; {text}")
+    elif ratio[2] >= 0:  # else the slope is impossible
+        found.slope_over_floor = ratio
 
 
 def _line(weights: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -268,6 +278,7 @@ def _judge(found: Diagnosis, windows: pd.DataFrame, k: int | None, is_plain: boo
     words["graphs"] = (
         f"{eager.sum()} of {len(windows)} windows ran without a CUDA graph" if told else "no word of graphs"
     )
+    words["log"] = _MORE_LOG.get("all" if windows["context_len"].notna().any() else found.engine, _REPLAY)
     words["measure"] = "" if cells else "the plain step (--recipe all-reject) and "
     _conclude(found, holds, words)
     if holds["below_one"]:  # step times are derived from lengths

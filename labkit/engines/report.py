@@ -6,6 +6,7 @@ from typing import Any
 
 from labkit.engines.diagnose import Diagnosis, Interval
 from labkit.engines.record import Record
+from labkit.engines.roles import gpu_row
 from labkit.engines.tables import number
 
 _COLUMNS = {"mean_acceptance_length": ".2f", "draft_acceptance_rate": ".3f", "num_speculative_tokens": "d"}
@@ -51,14 +52,16 @@ def render(found: Diagnosis) -> str:
     for band in found.bands:
         low, high, length = band["low"], band["high"], band["mean_acceptance_length"]
         value = f"{length:.2f}" if low is None else shown((length, low, high), ".2f")
-        step = f", step {band['step_ms']:.1f} ms" if band["step_ms"] else ""
+        step = f", step {band['step_ms']:.1f} ms at batch {found.batch_size:g}" if band["step_ms"] else ""
         where = f"{band['context_len_low'] or 'any'} to {band['context_len_high'] or 'any'}"
         lines.append(f"  context {where}: {value}, {band['num_windows']} windows{step}")
     if found.slope_ms_per_1k:
         slope, intercept = shown(found.slope_ms_per_1k, ".3f"), shown(found.intercept_ms, ".1f")
         lines += [f"step: {slope} ms per 1,024 cached tokens + {intercept} ms, batch {found.batch_size:g}"]
     if found.slope_over_floor:
-        lines += [f"  you pay {shown(found.slope_over_floor, '.1f')} x one KV read"]
+        peak = (gpu_row(found.gpu) or {"gpu": "", "memory_gb_per_s": ""}).get
+        read = f"x one KV read at {peak('memory_gb_per_s')} GB/s ({peak('gpu')})"
+        lines += [f"  you pay {shown(found.slope_over_floor, '.1f')} {read}"]
     lines += ["against plain windows of the same batch and octave of context:"] if found.baseline else []
     for cell in found.baseline:
         where = (

@@ -19,6 +19,7 @@ _WHOLE = {f"speculative_{name}" for name in ("num_steps", "eagle_topk", "num_dra
 _CHOICES = {"speculative_algorithm": "algorithm", "method": "algorithm", "spec_method": "algorithm"}
 _CHOICES |= {"spec_type": "algorithm", "rejection_sample_method": "rejection"}
 PLACEHOLDERS = ("ALGORITHM", "TYPE", "METHOD")  # for what neither log nor arguments tell, in recipes
+_BOARDS = {"pcie", "nvl", "40gb"}
 SGLANG_LIMIT = 48  # of running requests, by any speculative algorithm where none is given
 _CONFIG_KEYS = ("method", "model", "num_speculative_tokens", "quantization", "max_model_len", "revision")
 ROLES = ("verify", "decode", "draft", "draft_extend", "prefill", "linear_decode", "linear_verify")
@@ -60,15 +61,27 @@ def known_flags(engine: str) -> set[str]:
 
 
 def gpu_row(gpu: str | None) -> dict[str, str] | None:
-    """The row of ``gpu_peaks.csv`` for a product name such as ``NVIDIA H200`` or a slug such as ``h200-sxm``."""
-    words = set(re.findall(r"[a-z0-9]+", (gpu or "").lower()))
+    """The row of ``gpu_peaks.csv`` for a product name such as ``NVIDIA H200`` or a slug such as ``h200-sxm``.
+
+    None for another board of that chip (PCIe, NVL, 40 GB): it has another memory.
+    """
+    row, words = _nearest(gpu), _words(gpu)
+    return row if row and not (words & _BOARDS) - _words(row["gpu"]) else None
+
+
+def _words(text: str | None) -> set[str]:
+    return set(re.findall(r"[a-z0-9]+", (text or "").lower()))
+
+
+def _nearest(gpu: str | None) -> dict[str, str] | None:
+    words = _words(gpu)
     parts = [(row["gpu"].split("-"), row) for row in read_table("gpu_peaks.csv")]
     close = [(len(words & set(p)), row) for p, row in parts if set(p[: 2 if p[0] in ("rtx", "rx") else 1]) <= words]
     return max(close, key=lambda item: item[0])[1] if close else None
 
 
 def _arch(gpu: str | None) -> str:
-    return (gpu_row(gpu) or {"arch": ""})["arch"]
+    return (_nearest(gpu) or {"arch": ""})["arch"]
 
 
 def resolve_roles(server: Server, gpu: str | None = None) -> dict[str, Role]:
@@ -102,6 +115,8 @@ def _resolve(row: dict[str, str], server: Server, found: dict[str, Role], gpu: s
     for condition, _, other in (text.partition(":") for text in exceptions):
         name, _, value = condition.partition("=")
         source = other if server.args.get(name) == value else source
+    if source == "automatic" and "default" in server.named:
+        return Role(server.named["default"], "picked by itself: another than the target's would be in the log")
     if source in found:
         return Role(found[source].backend, f"inherited from {source}, {found[source].how}")
     for name, how in (("given", "named by the log"), ("default", "default, named by the log")):
@@ -136,12 +151,18 @@ def backend_flag(found: Any, verify: Role) -> str:
         return f"compare backends (--recipe backend-ab): {split[:60]} is a kernel with a KV split, see its grid"
     if not found.engine_version:
         return "set a verify backend with a KV split; the version is unknown, so the flag is not named"
-    for name in {"sglang": ("flashinfer", "fa3"), "vllm": ("FLASH_ATTN", "FLASHINFER")}.get(found.engine, ()):
+    usual = [row for row in rows_of(found.engine, "default", found.engine_version) if not row["inherits"]]
+    others = {"sglang": ("flashinfer", "fa3"), "vllm": ("FLASH_ATTN", "FLASHINFER")}.get(found.engine, ())
+    # The flag that moved it moves it again; SGLang's two flags win over the one for all roles.
+    given, side = re.search(r"given by (--[\w.-]+)", verify.how), "decode" if "from decode" in verify.how else "prefill"
+    apart = found.engine == "sglang" and found.roles.get("decode", verify).backend != verify.backend
+    apart = apart or found.roles.get("prefill", verify).backend != verify.backend
+    flag = given[1] if given else f"--{side}-attention-backend" if apart else "--attention-backend"
+    moved = f"{side} and verify" if f"--{side}" in flag else "all roles without a flag of their own"
+    for name in (*(row["value"] for row in usual if _fits(row, found.gpu)), *others):
         row = kernel(found, name)
         if row and row["kv_split"] == "yes" and name != verify.backend:
-            own = found.engine == "sglang" and found.roles.get("decode", verify).backend != verify.backend
-            flag = "--prefill-attention-backend" if own else "--attention-backend"
-            return f"{flag} {name} (moves {'prefill and verify' if own else 'all roles'}; compare on equal text)"
+            return f"{flag} {name} (moves {moved}; compare on equal text)"
     return "unknown for this version: no backend with a KV split for verify is in the table"
 
 

@@ -18,7 +18,9 @@ _ARGUMENT = re.compile(
     r"""(?:['"]?(\w++)['"]?\s*[=:]\s*)?(?:(\w*+[({\[<])|([)}\]>])|('[^']*'|"[^"]*"|[\w.+/-]++))""", re.ASCII
 )
 _ARGUMENT_LINES = {"server_args=": "sglang", "non-default args:": "vllm", "with config:": "vllm"}
-_GPU = re.compile(r"NVIDIA ([A-Z]{1,4}\d{2,4}\w*(?: \w+)?)|(RTX [\w ]{4,40}?)(?=[,;)]|$)")
+_GPU = re.compile(
+    r"NVIDIA ([A-Z]{1,4}\d{2,4}[\w-]*(?: (?:\d+GB|PCIe|NVL|HBM\w+|SXM\w*))*)|(RTX [\w ]{4,40}?)(?=[,;)]|$)"
+)
 # Arguments that say nothing about cost may hold secrets and are not kept.
 _KEPT = re.compile(
     r"attention|speculative|spec_|num_spec|method|backend|page_size|block_size|kv_cache_dtype|^dtype|cuda_?graph|enforce_eager"
