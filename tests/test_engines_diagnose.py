@@ -508,6 +508,18 @@ LAUNCH += "--speculative-num-draft-tokens {}"
             ["nsa: not in sglang 0.5.23; known for 0.5.6"],
         ),
         ("sglang serve --model-path m --attention-backend nsa", "0.5.6", []),
+        (
+            LAUNCH.format(3, 1, 4) + " --cuda-graph-bs 1 2 4 8 --max-running-requests 64",
+            "0.5.21",
+            ["8: below 64 running"],
+        ),
+        (LAUNCH.format(3, 2, 8) + " --attention-backend trtllm_mha", "0.5.21", ["trtllm_mha verifies chains only"]),
+        (
+            "sglang serve --model-path m --speculative-algorithm DFLASH --speculative-dflash-block-size 8 "
+            "--speculative-num-draft-tokens 16",
+            "0.5.23",
+            ["--speculative-dflash-block-size 8: must be --speculative-num-draft-tokens, 16"],
+        ),
     ],
 )
 def test_launch_lines(line, version, wanted):
@@ -525,6 +537,10 @@ def test_launch_notes_tell_the_ceiling(settings, ceiling):
     notes = " ".join(launch_notes(made, []))
     assert f"at most {ceiling}:" in notes
     assert "48" in notes
+    block = parse_launch("sglang serve --speculative-algorithm DSPARK --speculative-dspark-block-size 7", "0.5.23")
+    assert any("at most 8: 7 drafts" in text for text in launch_notes(*block))  # the root is not in it
+    unset, flags = parse_launch("sglang serve --model-path m --speculative-algorithm NGRAM", "0.5.23")
+    assert any("so the ceiling is unknown" in text for text in launch_notes(unset, flags))
 
 
 @pytest.mark.parametrize(

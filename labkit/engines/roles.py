@@ -174,7 +174,13 @@ def speculative_tokens(server: Server, rows: bool = False) -> int | None:
     if (depth := server.number("speculative_num_steps")) and server.args.get("speculative_algorithm") not in _BLOCKS:
         chain = server.number("speculative_eagle_topk") in (None, 1)
         return (depth if chain else drafts) if rows else min(depth, drafts or depth)
-    others = server.number("num_speculative_tokens", "spec_draft_n_max", "max_draft_len", "num_spec_tokens")
+    others = server.number(
+        "speculative_dspark_block_size",
+        "num_speculative_tokens",
+        "spec_draft_n_max",
+        "max_draft_len",
+        "num_spec_tokens",
+    )
     return others if drafts is None else drafts
 
 
@@ -204,8 +210,16 @@ def launch_findings(server: Server, flags: list[str]) -> Iterator[str]:
     if size and batch and size < batch * q_len:
         yield f"largest CUDA graph {size}: below batch x q_len = {batch} x {q_len}; those steps run eager"
     batch = batch or (SGLANG_LIMIT if server.engine == "sglang" and "speculative_algorithm" in args else None)
-    if (size := graph("cuda_graph_max_bs")) and batch and size < batch:
+    given = [int(text) for text in args.get("cuda_graph_bs", "").split() if text.isdecimal()]
+    if (size := graph("cuda_graph_max_bs") or max(given, default=None)) and batch and size < batch:
         yield f"--cuda-graph-max-bs {size}: below {batch} running requests; larger batches run eager"
+    verify = resolve_roles(server).get("verify", Role("", "")).backend
+    if (topk or 1) > 1 and any(
+        row["note"].startswith("topk 1 only") for row in rows_of(server.engine, "kernel", None, value=verify)
+    ):
+        yield f"--speculative-eagle-topk {topk}: {verify} verifies chains only, topk 1"
+    if (block := server.number("speculative_dflash_block_size")) and rows_given not in (None, block):
+        yield f"--speculative-dflash-block-size {block}: must be --speculative-num-draft-tokens, {rows_given}"
 
 
 def flag_texts(server: Server, flags: list[str]) -> tuple[list[str], list[str]]:
@@ -248,7 +262,9 @@ def _choice_texts(server: Server, is_read: bool) -> tuple[list[str], list[str]]:
     """Methods and backends that no version has, or this one has not; the same where the version was not read."""
     wrong, unknown = list[str](), list[str]()
     for name, text in server.args.items():
-        role = _CHOICES.get(name, "backends" if name.endswith("attention_backend") and name[:3] != "mm_" else "")
+        role = _CHOICES.get(
+            name, "backends" if name.lower().endswith("attention_backend") and name[:3] != "mm_" else ""
+        )
         rows = rows_of(server.engine, "setting", None, role=role)
         for given in text.split(",") if rows and text not in PLACEHOLDERS else ():
             having = [row for row in rows if any(fnmatch.fnmatch(given.lower(), v.lower()) for v in _values(row))]
@@ -274,9 +290,11 @@ def _values(row: dict[str, str]) -> list[str]:
 def launch_notes(server: Server, flags: list[str]) -> Iterator[str]:
     """What follows from the arguments and is no mistake."""
     yield from flag_texts(server, flags)[1]
+    drafts = server.engine == "sglang" and "speculative_algorithm" in server.args
+    if drafts and not speculative_tokens(server):
+        yield "draft tokens are unset: the server picks them by algorithm and model, so the ceiling is unknown"
     if k := speculative_tokens(server):
         yield f"acceptance length is at most {k + 1}: {k} drafts on a path and the bonus token"
-    drafts = server.engine == "sglang" and "speculative_algorithm" in server.args
     if drafts and not server.number("max_running_requests"):
         text = f"any speculative algorithm sets it to {SGLANG_LIMIT}, a ceiling on throughput"
         yield f"--max-running-requests is unset: {text}"

@@ -24,7 +24,7 @@ _GPU = re.compile(
 # Arguments that say nothing about cost may hold secrets and are not kept.
 _KEPT = re.compile(
     r"attention|speculative|spec_|num_spec|method|backend|page_size|block_size|kv_cache_dtype|^dtype|cuda_?graph|enforce_eager"
-    r"|tp_size|tensor_parallel|^port$|max_running|max_num_seqs|context_length|max_model_len|quantization|synthetic|rejection|(?i:simulate_acc|force_num_accepted)"
+    r"|tp_size|tensor_parallel|^port$|max_running|max_num_seqs|context_length|max_model_len|quantization|synthetic|rejection|(?i:simulate_acc|force_num_accepted)|VLLM_ATTENTION"
 )
 
 _SETTING = re.compile(

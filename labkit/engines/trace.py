@@ -94,7 +94,7 @@ class _Events:
 
     def __init__(self, source: Input):
         names: dict[tuple[str, str], int] = {}
-        times = {side: [array("d"), array("d"), array("i")] for side in ("gpu", "cpu")}
+        times: dict[str, list[Any]] = {side: [array("d"), array("d"), array("i")] for side in ("gpu", "cpu")}
         ranges: dict[str, list[Phase]] = {"gpu": [], "cpu": []}
         patterns = _table("range")
         for event in events(source):
