@@ -403,9 +403,9 @@ FORMS = {
         DRAFTED | {"batch_size": 4.0, "num_queued": 2.0},
     ),
     "sglang early, prefill line": (
-        f"[2025-02-03 10:00:00 TP0] Prefill batch. #new-seq: 1, #new-token: 2048, #cached-token: 64, token "
-        f"usage: 0.02, #running-req: 4, #queue-req: 0,\n[2025-02-03 10:00:00 TP0] Decode batch. #running-req: 4, {SG}, gen "
-        "throughput (token/s): 410.20, largest-len: 0, #queue-req: 0,",
+        f"[2025-02-03 10:00:00 TP0] Prefill batch. #new-seq: 1, #new-token: 2048, #cached-token: 64, token usage: "
+        f"0.02, #running-req: 4, #queue-req: 0,\n[2025-02-03 10:00:00 TP0] Decode batch. #running-req: 4, {SG}, "
+        "gen throughput (token/s): 410.20, largest-len: 0, #queue-req: 0,",
         {"prefill_mixed": True, "cached_tokens": 64.0, "step_ms": None},
     ),
     "sglang meta_info, histogram under its alias": (
