@@ -116,7 +116,7 @@ def test_a_file_that_ends_before_the_speculative_line():
 def test_a_plain_server_is_diagnosed():
     found = diagnosed(head("").replace("org/M", "org/Llama-3.1-8B") + windows("pppp", verify_ms=None), gpu="h200-sxm")
     assert found.cause.startswith("plain decode")
-    assert "no word of graphs" in found.cause
+    assert "no word of CUDA graphs" in found.cause
     assert found.slope_ms_per_1k[0] == pytest.approx(0.03 * 1.024, rel=0.1)
     assert found.intercept_ms[0] == pytest.approx(8, rel=0.02)
     assert found.slope_over_floor[1] < 1.2

@@ -26,11 +26,6 @@ from labkit.shapes import ModelShape, model_shape, model_shapes
 
 MAX_WINDOWS, MIN_WINDOWS, MIN_BAND, RESAMPLES = 5000, 6, 3, 1000
 STEEP, NEAR_FLOOR, BROKEN, FALLING, GROWS, FASTEST, SLACK, IDLE = 3.0, 2.0, 1.1, 0.05, 1.25, 0.95, 0.011, 0.3
-_REPLAY = "labkit replay at several contexts: this source prints none"
-_MORE_LOG = {
-    "all": "a log over more contexts: at least 6 windows of one batch size, the longest context 1.5 times the shortest",
-    "vllm": "the log from its start on: its line 'GPU KV cache size' tells contexts",
-}
 Interval = tuple[float, float, float]
 
 
@@ -267,6 +262,7 @@ def _judge(found: Diagnosis, windows: pd.DataFrame, k: int | None, is_plain: boo
         "cheap_attention": ratio is not None and ratio[2] < NEAR_FLOOR,
         "between": ratio is not None,
         "no_floor": slope is not None,
+        "no_context": windows["context_len"].isna().all(),
         "no_slope": True,
     }
     cost = "how the step grows is unknown" if slope is None else f"the step grows by {slope[0]:.3f} ms per 1,024 tokens"
@@ -275,10 +271,7 @@ def _judge(found: Diagnosis, windows: pd.DataFrame, k: int | None, is_plain: boo
     words = {"length": length, "ceiling": k and k + 1, "ratio": ratio[0] if ratio else None, "cost": cost}
     words |= {"eager": eager.sum(), "windows": len(windows), "costs": " to ".join(f"{cost:.1f}" for cost in ends)}
     told = windows["cuda_graph"].notna().any()
-    words["graphs"] = (
-        f"{eager.sum()} of {len(windows)} windows ran without a CUDA graph" if told else "no word of graphs"
-    )
-    words["log"] = _MORE_LOG.get("all" if windows["context_len"].notna().any() else found.engine, _REPLAY)
+    words["graphs"] = f"{eager.sum()} of {len(windows)} windows ran eager" if told else "no word of CUDA graphs"
     words["measure"] = "" if cells else "the plain step (--recipe all-reject) and "
     _conclude(found, holds, words)
     if holds["below_one"]:  # step times are derived from lengths

@@ -16,6 +16,13 @@ _WHOLE = {f"speculative_{name}" for name in ("num_steps", "eagle_topk", "num_dra
     *("num_speculative_tokens", "spec_tokens", "spec_draft_n_max", "max_draft_len", "max_num_seqs", "page_size"),
     *("max_running_requests", "cuda_graph_max_bs", "max_cudagraph_capture_size", "tp_size", "tensor_parallel_size"),
 }
+_DRAFTS = (
+    "speculative_dspark_block_size",
+    "num_speculative_tokens",
+    "spec_draft_n_max",
+    "max_draft_len",
+    "num_spec_tokens",
+)
 _CHOICES = {"speculative_algorithm": "algorithm", "method": "algorithm", "spec_method": "algorithm"}
 _CHOICES |= {"spec_type": "algorithm", "rejection_sample_method": "rejection"}
 PLACEHOLDERS = ("ALGORITHM", "TYPE", "METHOD")  # for what neither log nor arguments tell, in recipes
@@ -174,14 +181,7 @@ def speculative_tokens(server: Server, rows: bool = False) -> int | None:
     if (depth := server.number("speculative_num_steps")) and server.args.get("speculative_algorithm") not in _BLOCKS:
         chain = server.number("speculative_eagle_topk") in (None, 1)
         return (depth if chain else drafts) if rows else min(depth, drafts or depth)
-    others = server.number(
-        "speculative_dspark_block_size",
-        "num_speculative_tokens",
-        "spec_draft_n_max",
-        "max_draft_len",
-        "num_spec_tokens",
-    )
-    return others if drafts is None else drafts
+    return server.number(*_DRAFTS) if drafts is None else drafts
 
 
 def launch_findings(server: Server, flags: list[str]) -> Iterator[str]:
@@ -204,22 +204,23 @@ def launch_findings(server: Server, flags: list[str]) -> Iterator[str]:
         text = f"{steps} steps with topk {topk or 1} hold {most} rows, root counted"
         yield f"--speculative-num-draft-tokens {rows_given}: {text}"
     batch, graph = server.number("max_running_requests", "max_num_seqs"), server.number
-    sizes = [int(text) for text in args.get("cudagraph_capture_sizes", "").split() if text.isdecimal()]
     q_len = (speculative_tokens(server, rows=True) or 0) + 1
-    size = graph("max_cudagraph_capture_size") or max(sizes, default=None)
+    size = graph("max_cudagraph_capture_size") or _largest(args.get("cudagraph_capture_sizes", ""))
     if size and batch and size < batch * q_len:
         yield f"largest CUDA graph {size}: below batch x q_len = {batch} x {q_len}; those steps run eager"
     batch = batch or (SGLANG_LIMIT if server.engine == "sglang" and "speculative_algorithm" in args else None)
-    given = [int(text) for text in args.get("cuda_graph_bs", "").split() if text.isdecimal()]
-    if (size := graph("cuda_graph_max_bs") or max(given, default=None)) and batch and size < batch:
+    if (size := graph("cuda_graph_max_bs") or _largest(args.get("cuda_graph_bs", ""))) and batch and size < batch:
         yield f"--cuda-graph-max-bs {size}: below {batch} running requests; larger batches run eager"
     verify = resolve_roles(server).get("verify", Role("", "")).backend
-    if (topk or 1) > 1 and any(
-        row["note"].startswith("topk 1 only") for row in rows_of(server.engine, "kernel", None, value=verify)
-    ):
+    runs = rows_of(server.engine, "kernel", None, value=verify)
+    if (topk or 1) > 1 and any(row["note"] == "topk 1 only" for row in runs):
         yield f"--speculative-eagle-topk {topk}: {verify} verifies chains only, topk 1"
     if (block := server.number("speculative_dflash_block_size")) and rows_given not in (None, block):
         yield f"--speculative-dflash-block-size {block}: must be --speculative-num-draft-tokens, {rows_given}"
+
+
+def _largest(sizes: str) -> int | None:
+    return max((int(text) for text in sizes.split() if text.isdecimal()), default=None)
 
 
 def flag_texts(server: Server, flags: list[str]) -> tuple[list[str], list[str]]:
@@ -262,12 +263,11 @@ def _choice_texts(server: Server, is_read: bool) -> tuple[list[str], list[str]]:
     """Methods and backends that no version has, or this one has not; the same where the version was not read."""
     wrong, unknown = list[str](), list[str]()
     for name, text in server.args.items():
-        role = _CHOICES.get(
-            name, "backends" if name.lower().endswith("attention_backend") and name[:3] != "mm_" else ""
-        )
+        backend = name.lower().endswith("attention_backend") and name[:3] != "mm_"
+        role = "backends" if backend else _CHOICES.get(name, "")
         rows = rows_of(server.engine, "setting", None, role=role)
         for given in text.split(",") if rows and text not in PLACEHOLDERS else ():
-            having = [row for row in rows if any(fnmatch.fnmatch(given.lower(), v.lower()) for v in _values(row))]
+            having = [row for row in rows if any(fnmatch.fnmatch(given.lower(), v) for v in _values(row, lower=True))]
             values = [value for row in rows for value in _values(row)]
             near = difflib.get_close_matches(given, values, 1, 0.8)
             if any(row in rows_of(server.engine, "setting", server.version, role=role) for row in having):
@@ -283,8 +283,8 @@ def _choice_texts(server: Server, is_read: bool) -> tuple[list[str], list[str]]:
     return wrong, unknown
 
 
-def _values(row: dict[str, str]) -> list[str]:
-    return row["value"].split("|")
+def _values(row: dict[str, str], lower: bool = False) -> list[str]:
+    return (row["value"].lower() if lower else row["value"]).split("|")
 
 
 def launch_notes(server: Server, flags: list[str]) -> Iterator[str]:
