@@ -78,7 +78,7 @@ def test_a_plain_server_gives_windows():
 def test_the_first_line_of_a_log_and_engines_of_their_own():
     first, second = records_of(2 * throughput(125, 1))
     assert first.step_ms is None
-    assert any("first line of the log, or of a part of it" in text for text in first.warnings)
+    assert any("nothing before this line" in text for text in first.warnings)
     assert second.step_ms == pytest.approx(8.0)
     engines = [throughput(rate, 1, name=f"Engine 00{i}: ") for rate in (100, 125) for i in (0, 1)]
     assert [record.output_tokens_per_s for record in records_of("".join(engines))] == [100, 100, 125, 125]

@@ -80,7 +80,7 @@ class Log:
             record.definition = "plain decode: no speculative line with this one, one token per step and request"
             if first:
                 record.details["after_idle"] = True
-                record.warn("first line of the log, or of a part of it: idle time may be in its throughput, so no step time from it")
+                record.warn("nothing before this line tells how much of its window was idle: no step time from it")
         return [record.derive()]
 
     def cache_size(self, record: Record, values: Mapping[str, str], text: str) -> list[Record]:
