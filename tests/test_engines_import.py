@@ -673,7 +673,13 @@ def test_backend_that_is_not_told_is_null(tmp_path):
     for version in (15, 33):
         (record,) = records_of(tmp_path, lines.format(version) + FORMS["vllm 0.9"][0] + "\n")
         assert (record.backend["verify"], record.backend["decode"]) == ("FLASH_ATTN", "FLASH_ATTN")
-        assert record.backend["draft"] == {15: "FLASH_ATTN", 33: None}[version]  # inherited; picked again, not printed
+        # Inherited; picked again, and another one than the target's would have a line of its own.
+        assert record.backend["draft"] == "FLASH_ATTN"
+    given = lines.format(33).replace(
+        "FLASH_ATTN attention backend out of", "AttentionBackendEnum.FLASH_ATTN backend, not"
+    )
+    (record,) = records_of(tmp_path, given + FORMS["vllm 0.9"][0] + "\n")
+    assert (record.backend["verify"], record.backend["draft"]) == ("FLASH_ATTN", None)
 
 
 def test_llamacpp_rates_are_over_the_steps_with_a_draft(tmp_path):
