@@ -214,7 +214,7 @@ def test_intervals_are_of_possible_lengths():
 def test_what_is_missing_is_named():
     short = diagnosed("\n".join(log(ms_per_1k=FLOOR).splitlines()[:6]))
     assert short.cause == "undecided: the slope of the step time is missing"
-    assert any("4 windows of batch 1, at least 6 are needed" in text for text in short.unknown)
+    assert any("4 steady windows, at least 6 are needed" in text for text in short.unknown)
     other = diagnosed(log(ms_per_1k=FLOOR).replace("Llama-3.3-70B-x", "secret-model"))
     assert "has no floor" in other.cause
     for found in (short, other):
@@ -296,6 +296,27 @@ def test_step_times_are_of_one_batch():
     )
     assert found.batch_size == 1
     assert all(19 < band["step_ms"] < 31 for band in found.bands)  # a fourth of them would be 80 and more
+
+
+def test_a_load_that_changes_all_the_time_has_a_slope_by_windows_of_all_batches():
+    """Between two windows of one batch other batches ran: only windows whose requests hardly changed count."""
+    rng, batch = random.Random(1), 40
+    lines = [ARGS.format(backend="triton", version="0.5.21"), "Device: NVIDIA H200\n"]
+    for _ in range(150):
+        batch = max(40, min(240, batch + rng.randint(-12, 15)))
+        tokens, graph = int(batch * rng.uniform(2000, 6000)), batch <= 200
+        step = (20 + 8 * FLOOR * tokens / 1024 + 0.1 * batch + (0 if graph else 30)) * (1 + rng.gauss(0, 0.01))
+        lines.append(
+            f"[2026-06-03 10:00:00] Decode batch, #running-req: {batch}, #token: {tokens}, token usage: 0.02, accept "
+            f"len: 2.80, accept rate: 0.60, cuda graph: {graph}, gen throughput (token/s): "
+            f"{1000 * batch * 2.8 / step:.2f}, #queue-req: 0\n"
+        )
+    found = diagnosed("".join(lines))
+    assert found.all_batches
+    low, high = found.slope_over_floor[1:]
+    assert low - 0.3 < 8 < high + 0.3
+    assert found.intercept_ms[1] < 20 + 0.1 * found.batch_size < found.intercept_ms[2]
+    assert "(by windows of all batches)" in render(found)
 
 
 def test_a_log_without_contexts_is_told_what_it_lacks():

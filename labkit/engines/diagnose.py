@@ -18,22 +18,23 @@ from labkit.engines.baseline import against_plain
 from labkit.engines.record import Record
 from labkit.engines.roles import ROLES, Role, backend_flag, gpu_row, kernel, resolve_roles, rows_of, speculative_tokens
 from labkit.engines.server import Server
+from labkit.engines.slope import MIN_WINDOWS, Interval, step_plane
 from labkit.engines.tables import read_table
 from labkit.engines.trace import summarise
 from labkit.engines.windows import grouped, judged
 from labkit.errors import InputError
 from labkit.shapes import ModelShape, model_shape, model_shapes
 
-MAX_WINDOWS, MIN_WINDOWS, MIN_BAND, RESAMPLES = 5000, 6, 3, 1000
+MAX_WINDOWS, MIN_BAND, RESAMPLES = 5000, 3, 1000
 STEEP, NEAR_FLOOR, BROKEN, FALLING, GROWS, FASTEST, SLACK, IDLE = 3.0, 2.0, 1.1, 0.05, 1.25, 0.95, 0.011, 0.3
-Interval = tuple[float, float, float]
 
 
 @dataclass
 class Diagnosis:
     """What `diagnose` found; lengths in tokens per step, intervals as (value, low, high), unknown is None.
 
-    batch_size: the most frequent one, which step times, slope and intercept are of.
+    batch_size: the most frequent one, which step times, slope and intercept are of (all_batches: with a term for each
+    other request).
     bands: context_len_low, context_len_high, num_windows, mean_acceptance_length, low, high, step_ms.
     slope_ms_per_1k: growth of the step with 1,024 cached tokens of all requests together; slope_over_floor: that over
     one read of their keys and values, all layers, at the peak bandwidth of the GPUs. trace: medians over its steps,
@@ -50,6 +51,7 @@ class Diagnosis:
     batch_size: float | None = None
     slope_ms_per_1k: Interval | None = None
     intercept_ms: Interval | None = None
+    all_batches: bool = False
     slope_over_floor: Interval | None = None
     baseline: list[dict[str, Any]] = field(default_factory=list)
     roles: dict[str, Role] = field(default_factory=dict)
@@ -196,19 +198,14 @@ def _acceptance(found: Diagnosis, windows: pd.DataFrame, k: float | None) -> Non
 
 def _cost(found: Diagnosis, timed: pd.DataFrame, shape: ModelShape | None, kv_dtype: str, num_gpus: int) -> None:
     if timed.empty:
-        found.unknown.append("step time by context: no window has batch, context and throughput together")
+        text = "no steady window (no prefill, idle time or other batch in it) has batch, context and throughput"
+        found.unknown.append(f"step time by context: {text}")
         return
-    timed = timed[timed["batch_size"] == found.batch_size].astype(float)
-    cached, step = (timed["context_len"] * timed["batch_size"]).to_numpy() / 1024, timed["step_ms"].to_numpy()
-    if len(timed) < MIN_WINDOWS or cached.max() < 1.5 * cached.min():
+    fits, found.all_batches = step_plane(timed, found.batch_size or 0)
+    if not fits:
         little = f"at least {MIN_WINDOWS} are needed" if len(timed) < MIN_WINDOWS else "over too little context"
-        found.unknown.append(f"slope of the step time: {len(timed)} windows of batch {found.batch_size:g}, {little}")
+        found.unknown.append(f"slope of the step time: {len(timed)} steady windows, {little}")
         return
-    rng = generator(0, "step time")
-    estimate = _line(np.ones((1, len(timed))), cached, step)[0]
-    lines = _line(resampled_weights(len(timed), RESAMPLES, rng), cached, step)
-    draws = estimate + student_spread(len(timed), RESAMPLES, rng)[:, None] * (lines - estimate)
-    fits = [(float(estimate[i]), *percentile_interval(draws[:, i], 0.95)) for i in range(2)]
     found.slope_ms_per_1k, found.intercept_ms = fits
     peak = gpu_row(found.gpu)
     if shape is None or peak is None:
@@ -224,15 +221,6 @@ def _cost(found: Diagnosis, timed: pd.DataFrame, shape: ModelShape | None, kv_dt
         found.unknown.append(f"floor of the step time: {ratio[0]:.2f} reads of the KV cache are below one; {text}")
     elif ratio[2] >= 0:  # else the slope is impossible
         found.slope_over_floor = ratio
-
-
-def _line(weights: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Slope and intercept of the weighted least-squares line for each row of weights, [resamples, 2]."""
-    total = weights.sum(axis=1)
-    mean_x, mean_y = weights @ x / total, weights @ y / total
-    spread = weights @ x**2 / total - mean_x**2
-    slope = (weights @ (x * y) / total - mean_x * mean_y) / np.where(spread > 0, spread, np.nan)
-    return np.stack([slope, mean_y - slope * mean_x], axis=1)
 
 
 def _judge(found: Diagnosis, windows: pd.DataFrame, k: int | None, is_plain: bool) -> None:

@@ -4,9 +4,10 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from labkit.engines.diagnose import Diagnosis, Interval
+from labkit.engines.diagnose import Diagnosis
 from labkit.engines.record import Record
 from labkit.engines.roles import gpu_row
+from labkit.engines.slope import Interval
 from labkit.engines.tables import number
 
 _COLUMNS = {"mean_acceptance_length": ".2f", "draft_acceptance_rate": ".3f", "num_speculative_tokens": "d"}
@@ -57,7 +58,8 @@ def render(found: Diagnosis) -> str:
         lines.append(f"  context {where}: {value}, {band['num_windows']} windows{step}")
     if found.slope_ms_per_1k:
         slope, intercept = shown(found.slope_ms_per_1k, ".3f"), shown(found.intercept_ms, ".1f")
-        lines += [f"step: {slope} ms per 1,024 cached tokens + {intercept} ms, batch {found.batch_size:g}"]
+        batch = f"batch {found.batch_size:g}" + " (by windows of all batches)" * found.all_batches
+        lines += [f"step: {slope} ms per 1,024 cached tokens + {intercept} ms, {batch}"]
     if found.slope_over_floor:
         peak = (gpu_row(found.gpu) or {"gpu": "", "memory_gb_per_s": ""}).get
         read = f"x one KV read at {peak('memory_gb_per_s')} GB/s ({peak('gpu')})"
