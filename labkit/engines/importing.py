@@ -31,7 +31,9 @@ class Reader:
         self.engine, self.metrics, self.notes = engine, MetricsPages(), list[str]()
         self.sizes = Counter[int]()  # of the drafts per step
         self._lines = [item for item in formats("labels", "regex") if engine in ("auto", item.engine)]
-        self._here, self._marks_here, self._server_here = self._lines, list[str](), True
+        self._block_marks = frozenset(item.has for item in formats("block"))
+        marks = (*server_marks(), *json_marks(), *_SAMPLES, *(item.has for item in self._lines), *self._block_marks)
+        self._marks = dict.fromkeys(marks)
         self._start(Server())
 
     def _start(self, server: Server) -> None:
@@ -95,18 +97,13 @@ class Reader:
             yield from self._of_text(text, source.name)
 
     def _enter(self, block: str) -> re.Pattern[str] | None:
-        """Look at many lines at once for what none of them holds; what a line must hold that is one of ours."""
-        self._here = [item for item in self._lines if item.has in block]
-        self._marks_here = [item.has for item in formats("block") if item.has in block]
-        marks = [mark for mark in server_marks() if mark in block]
-        self._server_here = bool(marks)
-        if self._blocks.start or self._marks_here:
-            return None  # any line may be of a block
-        marks += [mark for mark in (*json_marks(), *_SAMPLES, *(item.has for item in self._here)) if mark in block]
+        """What a line of these many must hold that is one of ours; None: any line may be, a block of labels is here."""
+        marks = [mark for mark in self._marks if mark in block]
+        if self._blocks.start or not self._block_marks.isdisjoint(marks):
+            return None
         return re.compile("|".join(map(re.escape, marks)) or "(?!)")
 
     def _of_text(self, text: str, name: str) -> Iterator[Record]:
-        self._enter(text)
         yield from self._of_lines(enumerate(text.splitlines(), start=1), name)
 
     def _of_lines(self, lines: Iterable[tuple[int, str] | None], name: str) -> Iterator[Record]:
@@ -117,7 +114,7 @@ class Reader:
                 yield from self._blocks.flush()
                 continue
             line, text = numbered
-            if self._server_here and self.server.served and begins_server(text):  # a restart in the same log
+            if self.server.served and begins_server(text):  # a restart in the same log
                 yield from self._logs_end()
                 self.server.restart()
                 self._graphs = set()
@@ -138,16 +135,16 @@ class Reader:
         yield from self.metrics.flush()
 
     def _of_line(self, text: str, name: str, line: int) -> list[Record]:
-        for item in self._here:
+        for item in self._lines:
             if item.has in text and (match := item.pattern.search(text)):
                 self.server.served |= item.scope in ("window", "request")
                 values = match.groupdict() if item.read == "regex" else pairs(text[match.end() :])
                 return getattr(self._logs[item.engine], item.then)(item.record(values, f"{name}:{line}"), values, text)
         if text.startswith(_SAMPLES) and SAMPLE.match(text):
             return self.metrics.feed(text, f"{name}:{line}")
-        if self._server_here and self.server.take_line(text):
+        if self.server.take_line(text):
             return []
-        if self._blocks.start or any(mark in text for mark in self._marks_here):
+        if self._blocks.start or any(mark in text for mark in self._block_marks):
             return self._blocks.feed(text, f"{name}:{line}")
         return []
 
