@@ -718,6 +718,20 @@ def test_recipes_of_llamacpp_name_the_drafter_and_what_is_unknown_of_this_build(
     assert any(text.endswith(own[name]) for text in rest)
 
 
+def test_imposed_acceptance_is_on_above_0_only():
+    """SGLang and TensorRT-LLM switch it off at 0, so TensorRT-LLM cannot be told to keep no draft."""
+    for value, on in (("0", False), ("0.0", False), ("-1", False), ("1", True), ("0.5", True)):
+        for name, line in (
+            ("SGLANG_SIMULATE_ACC_LEN", "sglang serve"),
+            ("TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS", "trtllm-serve m"),
+        ):
+            assert parse_launch(f"{name}={value} {line}", None)[0].imposed == on
+    line = "trtllm-serve m --config s.yaml"
+    lines = recipe("all-reject", parse_launch(line, "1.2")[0], line)
+    assert f"TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS=1 {line}" in lines
+    assert any("one draft kept in every step" in text and "2 x its time" in text for text in lines)
+
+
 def test_recipes_of_trtllm_compare_backends_by_their_files():
     line = "trtllm-serve m --extra_llm_api_options spec.yaml"
     lines = recipe("backend-ab", parse_launch(line, "1.2")[0], line)

@@ -130,7 +130,7 @@ class Server:
     def imposed(self) -> bool:
         """Whether the server was told which acceptance to have."""
         switches = [text for name, text in self.args.items() if _IMPOSED.search(name)]
-        given = any(not text.startswith("-") for text in switches)  # a negative length switches SGLang's off
+        given = any(not re.fullmatch(r"-.*|[0.]+", text) for text in switches)  # off at 0 and below
         return given or self.args.get("rejection_sample_method") == "synthetic"
 
 
