@@ -153,6 +153,8 @@ def test_other_servers_and_other_contexts_are_no_baseline():
     other = diagnosed(fa + TWO[1])
     assert other.baseline == []
     assert any("windows 1-28 belong to those before" in text for text in other.warnings)
+    shifted = diagnosed(TWO[0].replace(f"{CACHE_TOKENS:,}", f"{CACHE_TOKENS * 5 // 4:,}") + TWO[1])
+    assert {cell["verdict"] for cell in shifted.baseline} == {"undecided"}  # contexts a quarter apart
     elsewhere = TWO[0].replace("Running: 1", "Running: 2")
     found = diagnosed(elsewhere + TWO[1])
     assert found.baseline == []

@@ -8,7 +8,7 @@ import pandas as pd
 from labkit.decide.intervals import generator, percentile_interval
 from labkit.decide.ratios import median_and_deviations
 
-MIN_WINDOWS, RESAMPLES = 3, 1000
+MIN_WINDOWS, CLOSE, RESAMPLES = 3, 0.1, 1000
 
 
 def against_plain(windows: pd.DataFrame, plain: pd.DataFrame) -> list[dict[str, Any]]:
@@ -16,7 +16,7 @@ def against_plain(windows: pd.DataFrame, plain: pd.DataFrame) -> list[dict[str, 
 
     speedup: median tokens per second over the plain one's, (value, low, high) by resampled windows.
     relative_step_cost: mean acceptance length / speedup. The median contexts of either kind stand beside each other:
-    inside an octave they may differ.
+    inside an octave they may differ, and there is no verdict where they differ by more than 10%.
     """
     sides = [_cells(frame) for frame in (windows, plain)]
     found = []
@@ -33,7 +33,8 @@ def against_plain(windows: pd.DataFrame, plain: pd.DataFrame) -> list[dict[str, 
         entry |= {"context_len": own["context_len"].median(), "plain_context_len": base["context_len"].median()}
         entry |= {"step_ms": own["step_ms"].median(), "decode_ms": base["step_ms"].median()}
         entry |= {"mean_acceptance_length": length, "relative_step_cost": length / speedup[0], "speedup": speedup}
-        entry["verdict"] = "pays" if low > 0 else "loses" if high < 0 else "undecided"
+        close = abs(entry["context_len"] / entry["plain_context_len"] - 1) <= CLOSE
+        entry["verdict"] = "undecided" if not close else "pays" if low > 0 else "loses" if high < 0 else "undecided"
         found.append(entry)
     return found
 
