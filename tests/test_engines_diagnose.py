@@ -407,6 +407,24 @@ def test_roles(made, role, backend, how):
     assert how in found.how
 
 
+@pytest.mark.parametrize(
+    ("engine", "version", "gpu", "backend"),
+    [
+        ("sglang", "0.5.21", "NVIDIA H200", "fa3"),
+        ("sglang", "0.5.21", "NVIDIA A100-SXM4-80GB", "triton"),
+        ("sglang", "0.5.21", "NVIDIA B200", "unknown"),  # by model class
+        ("vllm", "0.33.0", "NVIDIA H100 PCIe", "FLASH_ATTN_MLA"),
+        ("vllm", "0.33.0", "NVIDIA B200", "FLASHINFER_MLA"),
+    ],
+)
+def test_models_with_latent_attention_have_other_defaults(engine, version, gpu, backend):
+    made = server(engine, version, gpu)
+    made.model = "deepseek-ai/DeepSeek-V3"
+    assert resolve_roles(made)["verify"].backend == backend
+    made.model = "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"
+    assert resolve_roles(made)["verify"].backend in ("fa3", "flashinfer", "trtllm_mha", "FLASH_ATTN", "FLASHINFER")
+
+
 def test_how_of_a_role_is_readable():
     roles = resolve_roles(server("vllm", None, attention_backend="X")) | resolve_roles(server(version=None))
     for role in roles.values():
@@ -779,7 +797,7 @@ def test_table_of_flags_is_sound():
 
 
 class Where:
-    engine, engine_version, gpu = "vllm", "0.24.0", "NVIDIA H200"
+    engine, engine_version, gpu, model = "vllm", "0.24.0", "NVIDIA H200", None
 
 
 def test_kernels_by_version():

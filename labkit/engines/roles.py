@@ -26,6 +26,7 @@ _DRAFTS = (
 _CHOICES = {"speculative_algorithm": "algorithm", "method": "algorithm", "spec_method": "algorithm"}
 _CHOICES |= {"spec_type": "algorithm", "rejection_sample_method": "rejection"}
 PLACEHOLDERS = ("ALGORITHM", "TYPE", "METHOD")  # for what neither log nor arguments tell, in recipes
+_MLA = re.compile(r"deepseek-?(v[23]|r1(?!-distill))|kimi-k", re.I)  # one latent KV head: other backends
 _BOARDS = {"pcie", "nvl", "40gb"}
 SGLANG_LIMIT = 48  # of running requests, by any speculative algorithm where none is given
 _CONFIG_KEYS = ("method", "model", "num_speculative_tokens", "quantization", "max_model_len", "revision")
@@ -132,7 +133,8 @@ def _resolve(row: dict[str, str], server: Server, found: dict[str, Role], gpu: s
     if source == "default":
         tree = any((server.number(name) or 1) > 1 for name in ("speculative_eagle_topk", "page_size"))
         rows = rows_of(server.engine, "default", server.version)
-        rows = [row for row in rows if _fits(row, gpu) and row["inherits"] != ("chain" if tree else "tree")]
+        kinds = ("mla",) if _MLA.search(server.model or "") else ("", "tree" if tree else "chain")
+        rows = [row for row in rows if _fits(row, gpu) and row["inherits"] in kinds]
         if len({row["value"] for row in rows}) == 1:
             note = rows[0]["note"] or "no note"
             return Role(rows[0]["value"], f"default of the table for {gpu or 'every GPU'}: {note}")
@@ -145,7 +147,9 @@ def _fits(row: dict[str, str], gpu: str | None) -> bool:
 
 
 def kernel(server: Any, backend: str, role: str = "verify") -> dict[str, str] | None:
-    """What a backend runs in a role on a server with engine, engine_version and gpu: labkit_backend, kv_split, note."""
+    """What a backend runs in a role on a server with engine, engine_version, model and gpu; the table has no MLA."""
+    if _MLA.search(server.model or ""):
+        return None
     rows = rows_of(server.engine, "kernel", server.engine_version, role=role, value=backend)
     rows = [row for row in rows if _fits(row, server.gpu)]
     return rows[0] if len({row["kv_split"] for row in rows}) == 1 else None
@@ -212,8 +216,7 @@ def launch_findings(server: Server, flags: list[str]) -> Iterator[str]:
     if (size := graph("cuda_graph_max_bs") or _largest(args.get("cuda_graph_bs", ""))) and batch and size < batch:
         yield f"--cuda-graph-max-bs {size}: below {batch} running requests; larger batches run eager"
     verify = resolve_roles(server).get("verify", Role("", "")).backend
-    runs = rows_of(server.engine, "kernel", None, value=verify)
-    if (topk or 1) > 1 and any(row["note"] == "topk 1 only" for row in runs):
+    if (topk or 1) > 1 and rows_of(server.engine, "kernel", None, value=verify, note="topk 1 only"):
         yield f"--speculative-eagle-topk {topk}: {verify} verifies chains only, topk 1"
     if (block := server.number("speculative_dflash_block_size")) and rows_given not in (None, block):
         yield f"--speculative-dflash-block-size {block}: must be --speculative-num-draft-tokens, {rows_given}"
@@ -233,9 +236,9 @@ def flag_texts(server: Server, flags: list[str]) -> tuple[list[str], list[str]]:
     for flag in flags:
         rows = [row for row in every if flag in row["flag"].split("|")]
         head, _, key = flag.partition(".")
-        if not rows and head == "speculative_config" and is_setting(key):
-            continue
         if not rows and head == "speculative_config":
+            if is_setting(key):
+                continue
             near = difflib.get_close_matches(key, _CONFIG_KEYS, 1, 0.8)
             text = f"did you mean {near[0]}?" if near else "it was not checked"
             (wrong if near else unknown).append(f"{flag}: unknown for this version; {text}")
@@ -267,8 +270,8 @@ def _choice_texts(server: Server, is_read: bool) -> tuple[list[str], list[str]]:
         role = "backends" if backend else _CHOICES.get(name, "")
         rows = rows_of(server.engine, "setting", None, role=role)
         for given in text.split(",") if rows and text not in PLACEHOLDERS else ():
-            having = [row for row in rows if any(fnmatch.fnmatch(given.lower(), v) for v in _values(row, lower=True))]
-            values = [value for row in rows for value in _values(row)]
+            having = [row for row in rows if _has(row, given.lower())]
+            values = [value for row in rows for value in row["value"].split("|")]
             near = difflib.get_close_matches(given, values, 1, 0.8)
             if any(row in rows_of(server.engine, "setting", server.version, role=role) for row in having):
                 continue
@@ -283,8 +286,8 @@ def _choice_texts(server: Server, is_read: bool) -> tuple[list[str], list[str]]:
     return wrong, unknown
 
 
-def _values(row: dict[str, str], lower: bool = False) -> list[str]:
-    return (row["value"].lower() if lower else row["value"]).split("|")
+def _has(row: dict[str, str], value: str) -> bool:
+    return any(fnmatch.fnmatch(value, pattern) for pattern in row["value"].lower().split("|"))
 
 
 def launch_notes(server: Server, flags: list[str]) -> Iterator[str]:
