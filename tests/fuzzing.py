@@ -77,8 +77,9 @@ def _importer_seeds() -> list[bytes]:
 
 
 def _import(data: bytes, folder: Path) -> None:
-    from labkit.engines.diagnose import diagnose, render
-    from labkit.engines.importing import Reader, summary
+    from labkit.engines.diagnose import diagnose
+    from labkit.engines.importing import Reader
+    from labkit.engines.report import render, summary
     from labkit.engines.stored import write
 
     (folder / "x").write_bytes(data)
@@ -103,7 +104,8 @@ def _trace_seeds() -> list[bytes]:
 
 
 def _trace(data: bytes, folder: Path) -> None:
-    from labkit.engines.diagnose import diagnose_trace, render
+    from labkit.engines.diagnose import diagnose_trace
+    from labkit.engines.report import render
     from labkit.engines.trace import is_trace, read_steps
 
     (folder / "x").write_bytes(data)

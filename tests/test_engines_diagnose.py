@@ -12,10 +12,11 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from labkit.cli import main
-from labkit.engines.diagnose import diagnose, render
+from labkit.engines.diagnose import diagnose
 from labkit.engines.importing import Reader
 from labkit.engines.recipes import plain, recipe
 from labkit.engines.record import Record
+from labkit.engines.report import render
 from labkit.engines.roles import (
     gpu_row,
     kernel,
@@ -27,8 +28,10 @@ from labkit.engines.roles import (
     version_key,
 )
 from labkit.engines.server import Server, parse_launch
+from labkit.engines.tables import read_table
 from labkit.errors import InputError
 from labkit.paths import REFERENCE, RUNS
+from labkit.provenance import redact
 from labkit.shapes import model_shape
 
 ARGS = "server_args=ServerArgs(model_path='org/Llama-3.3-70B-x', attention_backend={backend!r}, "
@@ -211,7 +214,7 @@ def test_intervals_are_of_possible_lengths():
 def test_what_is_missing_is_named():
     short = diagnosed("\n".join(log(ms_per_1k=FLOOR).splitlines()[:6]))
     assert short.cause == "undecided: the slope of the step time is missing"
-    assert any("4 windows of batch 1, at least 6 are needed" in text for text in short.unknown)
+    assert any("4 steady windows, at least 6 are needed" in text for text in short.unknown)
     other = diagnosed(log(ms_per_1k=FLOOR).replace("Llama-3.3-70B-x", "secret-model"))
     assert "has no floor" in other.cause
     for found in (short, other):
@@ -260,6 +263,68 @@ def test_long_requests_among_short_ones_are_no_stall():
         assert [r.step_ms for r in records] == pytest.approx([step[c] for c in order], rel=1e-3)
     stalled = list(Reader().read_text("".join(line.format(1024, rate) for rate in (200, 200, 20, 200)), "log"))
     assert [r.step_ms is None for r in stalled] == [False, False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [
+        ("attention_backend='triton'", "--attention-backend flashinfer (moves all roles without"),
+        ("prefill_attention_backend='triton'", "--prefill-attention-backend flashinfer (moves prefill and verify"),
+        (
+            "decode_attention_backend='triton', prefill_attention_backend='fa3', speculative_attention_mode='decode'",
+            "--decode-attention-backend flashinfer (moves decode and verify",
+        ),
+    ],
+)
+def test_the_flag_that_moved_the_verify_role_moves_it_again(flags, wanted):
+    found = diagnosed(log(ms_per_1k=20 * FLOOR).replace("attention_backend='triton'", flags))
+    assert found.roles["verify"].backend == "triton"
+    assert found.next_step.startswith(wanted)
+
+
+def test_a_step_faster_than_the_peak_has_no_floor():
+    found = diagnosed(log(ms_per_1k=0.6 * FLOOR))
+    assert found.slope_over_floor is None
+    assert any("reads of the KV cache are below one" in text for text in found.unknown)
+    assert "KV read" not in render(found)
+
+
+def test_step_times_are_of_one_batch():
+    text = log(ms_per_1k=FLOOR)
+    found = diagnosed(
+        text + re.sub(r"req: 1,.*token: (\d+)", lambda m: f"req: 4, #token: {4 * int(m[1])}", text[:9000])
+    )
+    assert found.batch_size == 1
+    assert all(19 < band["step_ms"] < 31 for band in found.bands)  # a fourth of them would be 80 and more
+
+
+def test_a_load_that_changes_all_the_time_has_a_slope_by_windows_of_all_batches():
+    """Between two windows of one batch other batches ran: only windows whose requests hardly changed count."""
+    rng, batch = random.Random(1), 40
+    lines = [ARGS.format(backend="triton", version="0.5.21"), "Device: NVIDIA H200\n"]
+    for _ in range(150):
+        batch = max(40, min(240, batch + rng.randint(-12, 15)))
+        tokens, graph = int(batch * rng.uniform(2000, 6000)), batch <= 200
+        step = (20 + 8 * FLOOR * tokens / 1024 + 0.1 * batch + (0 if graph else 30)) * (1 + rng.gauss(0, 0.01))
+        lines.append(
+            f"[2026-06-03 10:00:00] Decode batch, #running-req: {batch}, #token: {tokens}, token usage: 0.02, accept "
+            f"len: 2.80, accept rate: 0.60, cuda graph: {graph}, gen throughput (token/s): "
+            f"{1000 * batch * 2.8 / step:.2f}, #queue-req: 0\n"
+        )
+    found = diagnosed("".join(lines))
+    assert found.all_batches
+    low, high = found.slope_over_floor[1:]
+    assert low - 0.3 < 8 < high + 0.3
+    assert found.intercept_ms[1] < 20 + 0.1 * found.batch_size < found.intercept_ms[2]
+    assert "(by windows of all batches)" in render(found)
+
+
+def test_a_log_without_contexts_is_told_what_it_lacks():
+    counts = "Accepted: 360 tokens, Drafted: 600 tokens, Per-position acceptance rate: 0.800, 0.600, 0.400"
+    line = f"INFO 05-08 10:00:00 SpecDecoding metrics: Mean acceptance length: 2.80, {counts}\n"
+    assert "GPU KV cache size" in diagnosed(9 * line).next_step
+    iteration = '{"iterLatencyMS": 20.0, "specDecodingStats": {"numDraftTokens": 3, "acceptanceLength": 2.5}}\n'
+    assert diagnosed(9 * iteration).next_step.startswith("labkit replay at several contexts")
 
 
 def test_tensor_parallel_servers_read_their_share():
@@ -340,6 +405,24 @@ def test_roles(made, role, backend, how):
     found = resolve_roles(made)[role]
     assert found.backend == backend
     assert how in found.how
+
+
+@pytest.mark.parametrize(
+    ("engine", "version", "gpu", "backend"),
+    [
+        ("sglang", "0.5.21", "NVIDIA H200", "fa3"),
+        ("sglang", "0.5.21", "NVIDIA A100-SXM4-80GB", "triton"),
+        ("sglang", "0.5.21", "NVIDIA B200", "unknown"),  # by model class
+        ("vllm", "0.33.0", "NVIDIA H100 PCIe", "FLASH_ATTN_MLA"),
+        ("vllm", "0.33.0", "NVIDIA B200", "FLASHINFER_MLA"),
+    ],
+)
+def test_models_with_latent_attention_have_other_defaults(engine, version, gpu, backend):
+    made = server(engine, version, gpu)
+    made.model = "deepseek-ai/DeepSeek-V3"
+    assert resolve_roles(made)["verify"].backend == backend
+    made.model = "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"
+    assert resolve_roles(made)["verify"].backend in ("fa3", "flashinfer", "trtllm_mha", "FLASH_ATTN", "FLASHINFER")
 
 
 def test_how_of_a_role_is_readable():
@@ -445,6 +528,37 @@ LAUNCH += "--speculative-num-draft-tokens {}"
             "0.33.0",
             ["below batch x q_len = 64 x 4"],
         ),
+        ("vllm serve m --cudagraph-capture-sizes 1 2 4 128 --max-num-seqs 64", "0.33.0", []),
+        ("vllm serve m --cudagraph-capture-sizes 1 2 4 8 --max-num-seqs 64", "0.33.0", ["CUDA graph 8: below batch"]),
+        (
+            "llama-server -m m.gguf --spec-type draft-mpt,ngram-mod",
+            "9030",
+            ["draft-mpt: unknown for this version; did"],
+        ),
+        (
+            'vllm serve m --speculative-config \'{"num_speculative_tokens": 3, "draft_sample_method": "greedy"}\'',
+            "0.20.0",
+            ["draft_sample_method: not a flag of vllm 0.20.0; known for 0.24 to 0.33.0"],
+        ),
+        ("vllm serve m --speculative-config.rejection_sample_method strict", "0.33.0", ["strict: not in vllm 0.33.0"]),
+        (
+            "sglang serve --model-path m --attention-backend nsa",
+            "0.5.23",
+            ["nsa: not in sglang 0.5.23; known for 0.5.6"],
+        ),
+        ("sglang serve --model-path m --attention-backend nsa", "0.5.6", []),
+        (
+            LAUNCH.format(3, 1, 4) + " --cuda-graph-bs 1 2 4 8 --max-running-requests 64",
+            "0.5.21",
+            ["8: below 64 running"],
+        ),
+        (LAUNCH.format(3, 2, 8) + " --attention-backend trtllm_mha", "0.5.21", ["trtllm_mha verifies chains only"]),
+        (
+            "sglang serve --model-path m --speculative-algorithm DFLASH --speculative-dflash-block-size 8 "
+            "--speculative-num-draft-tokens 16",
+            "0.5.23",
+            ["--speculative-dflash-block-size 8: must be --speculative-num-draft-tokens, 16"],
+        ),
     ],
 )
 def test_launch_lines(line, version, wanted):
@@ -462,6 +576,10 @@ def test_launch_notes_tell_the_ceiling(settings, ceiling):
     notes = " ".join(launch_notes(made, []))
     assert f"at most {ceiling}:" in notes
     assert "48" in notes
+    block = parse_launch("sglang serve --speculative-algorithm DSPARK --speculative-dspark-block-size 7", "0.5.23")
+    assert any("at most 8: 7 drafts" in text for text in launch_notes(*block))  # the root is not in it
+    unset, flags = parse_launch("sglang serve --model-path m --speculative-algorithm NGRAM", "0.5.23")
+    assert any("so the ceiling is unknown" in text for text in launch_notes(unset, flags))
 
 
 @pytest.mark.parametrize(
@@ -473,6 +591,8 @@ def test_launch_notes_tell_the_ceiling(settings, ceiling):
         ("sglang serve --model-path m --speculative-draft-attention-backend fa3", "0.5.10", "--speculative-draft-att"),
         ("llama-server -m m.gguf --draft-max 4", "6123", "--draft-max"),
         ("llama-server -m m.gguf --draft-max 4", None, "--draft-max"),
+        ("llama-server -m m.gguf --metrics", "6123", "--metrics"),
+        ("llama-server -m m.gguf --spec-type nosuch", None, "spec_type nosuch"),
     ],
 )
 def test_flags_that_are_not_known_are_said_to_be(line, version, flag):
@@ -487,7 +607,7 @@ def test_flags_of_other_programs_and_underscores_are_no_notes():
     made, flags = parse_launch(line, "0.5.21")
     assert flags == ["--model-path"]
     made, flags = parse_launch("vllm serve m --speculative_config '{\"num_speculative_tokens\": 3}'", "0.33.0")
-    assert (made.model, flags) == ("m", ["--speculative-config"])
+    assert (made.model, flags[0]) == ("m", "--speculative-config")
     assert [text for text in launch_notes(made, flags) if "unknown" in text] == []
 
 
@@ -562,7 +682,7 @@ def test_recipe_from_a_launch_line():
     assert plain("X=1 vllm serve m --speculative-config '{}' --port 1") == "X=1 vllm serve m --port 1"
     with pytest.raises(InputError, match="recipe: wanted"):
         recipe("nosuch", made, line)
-    with pytest.raises(InputError, match="recipe: wanted"):
+    with pytest.raises(InputError, match="recipe: both servers would be the same"):
         recipe("backend-ab", server("llamacpp", None), None)
 
 
@@ -601,6 +721,49 @@ def test_recipes_of_trtllm_name_a_yaml_file_for_each_server():
     assert any("spec.yaml without speculative_config is plain.yaml" in text for text in lines)
 
 
+@pytest.mark.parametrize("name", ["all-reject", "k-sweep", "backend-ab"])
+def test_recipes_of_llamacpp_name_the_drafter_and_what_is_unknown_of_this_build(tmp_path, capsys, name):
+    path = tmp_path / "l.log"
+    line = "slot print_timing: id  0 | task 1 | draft acceptance = 0.75000 (  150 accepted /   200 generated), "
+    line += "mean acceptance length =  2.50, acceptance rate per position = (0.800, 0.700)\n"
+    path.write_text("build: 6700 (abc) with cc\nadding speculative implementation 'draft-mtp'\n" + line)
+    assert main(["diagnose", str(path), "--recipe", name]) == 0
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first.startswith("# --spec-type, --spec-draft-n-max")
+    assert "unknown for this version; read without a version range (ggml-org/llama.cpp server manual" in first
+    assert any("--spec-type draft-mtp --spec-draft-n-max" in text for text in rest)
+    own = {"all-reject": "--spec-synth-len 1", "k-sweep": "--spec-draft-n-max 8", "backend-ab": "--flash-attn off"}
+    assert any(text.endswith(own[name]) for text in rest)
+
+
+def test_imposed_acceptance_is_on_above_0_only():
+    """SGLang and TensorRT-LLM switch it off at 0, so TensorRT-LLM cannot be told to keep no draft."""
+    for value, on in (("0", False), ("0.0", False), ("-1", False), ("1", True), ("0.5", True)):
+        for name, line in (
+            ("SGLANG_SIMULATE_ACC_LEN", "sglang serve"),
+            ("TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS", "trtllm-serve m"),
+        ):
+            assert parse_launch(f"{name}={value} {line}", None)[0].imposed == on
+    line = "trtllm-serve m --config s.yaml"
+    lines = recipe("all-reject", parse_launch(line, "1.2")[0], line)
+    assert f"TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS=1 {line}" in lines
+    assert any("one draft kept in every step" in text and "2 x its time" in text for text in lines)
+
+
+def test_recipes_of_trtllm_compare_backends_by_their_files():
+    line = "trtllm-serve m --extra_llm_api_options spec.yaml"
+    lines = recipe("backend-ab", parse_launch(line, "1.2")[0], line)
+    for name in ("trtllm", "flashinfer", "plain-trtllm", "plain-flashinfer"):
+        assert f"trtllm-serve m --extra_llm_api_options {name}.yaml" in lines
+    assert any("spec.yaml with attn_backend = FLASHINFER and no speculative_config" in text for text in lines)
+
+
+def test_a_recipe_says_that_the_version_is_unknown():
+    line = "sglang serve --model-path m --speculative-algorithm EAGLE"
+    first = recipe("all-reject", parse_launch(line, None)[0], line)[0]
+    assert first.startswith("# SGLANG_SIMULATE_ACC_LEN: the server's version is unknown (--engine-version); known for")
+
+
 def test_drafts_of_the_windows_are_in_the_recipe(tmp_path, capsys):
     path = tmp_path / "v.log"
     counts = "Accepted: 360 tokens, Drafted: 600 tokens, Per-position acceptance rate: 0.800, 0.600, 0.400"
@@ -622,10 +785,19 @@ def test_table_of_flags_is_sound():
     assert gpu_row("NVIDIA A100-SXM4-80GB")["gpu"] == "a100-80gb-sxm"
     assert gpu_row("NVIDIA GeForce RTX 5090")["gpu"] == "rtx-5090"
     assert gpu_row("unheard of") is None
+    for board in ("NVIDIA A100-PCIE-40GB", "NVIDIA H100 PCIe", "NVIDIA H100 NVL"):  # other memories
+        assert gpu_row(board) is None
+    texts = [
+        text
+        for name in ("engine_flags.csv", "diagnosis_rules.csv")
+        for row in read_table(name)
+        for text in row.values()
+    ]
+    assert all(redact(text) == text for text in texts)
 
 
 class Where:
-    engine, engine_version, gpu = "vllm", "0.24.0", "NVIDIA H200"
+    engine, engine_version, gpu, model = "vllm", "0.24.0", "NVIDIA H200", None
 
 
 def test_kernels_by_version():

@@ -378,6 +378,67 @@ FORMS = {
         json.dumps(AIPERF | {"pooled_spec_decode_acceptance_histogram": [40, 40, 40, 80]}),
         {"mean_acceptance_length": 2.8, "num_drafted_steps": 200, "num_accepted_tokens": 360} | POSITIONS,
     ),
+    "aiperf, one request": (
+        json.dumps({"metadata": {"benchmark_phase": "profiling"}, "metrics": {"inter_token_latency": {"value": 17.9}},
+        "spec_decode_acceptance": {"engine": "vllm"} | HISTOGRAM | {"acceptance_histogram": PREVIEW}}),
+        DRAFTED | POSITIONS | {"scope": "request"},
+    ),
+    "vllm request, end of a stream": (
+        'data: {"choices": [], "usage": {"completion_tokens": 561}, "metrics": {"speculative_decoding": '
+        + json.dumps(HISTOGRAM) + "}}",
+        DRAFTED | POSITIONS,
+    ),
+    "vllm plain": (
+        2 * COMPANION,
+        {"mean_acceptance_length": 1.0, "batch_size": 1.0, "step_ms": pytest.approx(1000 / 56), "kv_usage": 0.074}
+        | {"definition": "plain decode: no speculative line with this one, one token per step and request"},
+    ),
+    "vllm metrics, load and latencies": (
+        'vllm:spec_decode_num_drafts_total{engine="0"} 200\nvllm:spec_decode_num_draft_tokens_total{engine="0"} 600\n'
+        'vllm:spec_decode_num_accepted_tokens_total{engine="0"} 360\nvllm:spec_decode_num_drafts_created 1.7e9\n'
+        "vllm:num_requests_running 4\nvllm:num_requests_waiting 2\nvllm:request_decode_time_seconds_sum 10.0\n"
+        "vllm:request_decode_time_seconds_count 10\nvllm:e2e_request_latency_seconds_sum 20.0\n"
+        "vllm:e2e_request_latency_seconds_count 10\nvllm:iteration_tokens_total_sum 561\n"
+        "vllm:iteration_tokens_total_count 201\n",
+        DRAFTED | {"batch_size": 4.0, "num_queued": 2.0},
+    ),
+    "sglang early, prefill line": (
+        f"[2025-02-03 10:00:00 TP0] Prefill batch. #new-seq: 1, #new-token: 2048, #cached-token: 64, token usage: "
+        f"0.02, #running-req: 4, #queue-req: 0,\n[2025-02-03 10:00:00 TP0] Decode batch. #running-req: 4, {SG}, "
+        "gen throughput (token/s): 410.20, largest-len: 0, #queue-req: 0,",
+        {"prefill_mixed": True, "cached_tokens": 64.0, "step_ms": None},
+    ),
+    "sglang meta_info, histogram under its alias": (
+        '{"meta_info": {"spec_verify_ct":200,"spec_accept_histogram":[40,40,40,80],"completion_tokens":561,'
+        '"e2e_latency":10.5,"cached_tokens":0,"prompt_tokens":512}}',
+        {"mean_acceptance_length": 2.8, "num_accepted_tokens": 360, "num_verify_steps": 200} | POSITIONS,
+    ),
+    "llama.cpp print_timing without a slot": (
+        "print_timing: draft acceptance rate = 0.60000 (  360 accepted /   600 generated)",
+        {"draft_acceptance_rate": 0.6, "mean_acceptance_length": None, "num_drafted_tokens": 600},
+    ),
+    "llama.cpp metrics, load": (
+        "llamacpp:prompt_tokens_total 512\nllamacpp:tokens_predicted_total 561\nllamacpp:n_decode_total 201\n"
+        "llamacpp:tokens_predicted_seconds_total 10.02\nllamacpp:predicted_tokens_seconds 55.99\n"
+        "llamacpp:requests_processing 1\nllamacpp:requests_deferred 0\nllamacpp:spec_decode_num_drafts 200\n"
+        "llamacpp:spec_decode_num_draft_tokens 600\nllamacpp:spec_decode_num_accepted_tokens 360\n"
+        'llamacpp:spec_decode_num_accepted_tokens_per_pos{position="0"} 160\n'
+        'llamacpp:spec_decode_num_accepted_tokens_per_pos{position="1"} 120\n'
+        'llamacpp:spec_decode_num_accepted_tokens_per_pos{position="2"} 80\n',
+        DRAFTED | POSITIONS | {"batch_size": 1.0},
+    ),
+    "llama-bench tg, as asked": (
+        "| llama | 4 GiB | 7 B | CUDA | 99 | tg128 | 55.99 +- 0.20 |",
+        {"step_ms": pytest.approx(1000 / 55.99)},
+    ),
+    "trtllm metrics, all": (
+        "trtllm_spec_decode_num_draft_tokens_total 600\ntrtllm_spec_decode_num_accepted_tokens_total 360\n"
+        "trtllm_spec_decode_acceptance_length 2.8\ntrtllm_spec_decode_draft_overhead 0.2\n"
+        "trtllm_avg_decoded_tokens_per_iter 2.8\ntrtllm_time_to_first_token_seconds_sum 2.0\n"
+        "trtllm_time_to_first_token_seconds_count 10\ntrtllm_time_per_output_token_seconds_sum 10.0\n"
+        "trtllm_time_per_output_token_seconds_count 200\n",
+        {"mean_acceptance_length": 2.8, "ttft_mean_ms": 200.0, "draft_overhead": 0.2},
+    ),
     "llama-benchy": (
         '{"version":"0.3","benchmarks":[{"concurrency":1,"context_size":4096,"response_size":512,"tg_throughput":'
         '{"mean":56.0},"peak_throughput":{"mean":60.0},"e2e_ttft":{"mean":200.0},"ttfr":{"mean":190.0}}]}',
@@ -612,7 +673,13 @@ def test_backend_that_is_not_told_is_null(tmp_path):
     for version in (15, 33):
         (record,) = records_of(tmp_path, lines.format(version) + FORMS["vllm 0.9"][0] + "\n")
         assert (record.backend["verify"], record.backend["decode"]) == ("FLASH_ATTN", "FLASH_ATTN")
-        assert record.backend["draft"] == {15: "FLASH_ATTN", 33: None}[version]  # inherited; picked again, not printed
+        # Inherited; picked again, and another one than the target's would have a line of its own.
+        assert record.backend["draft"] == "FLASH_ATTN"
+    given = lines.format(33).replace(
+        "FLASH_ATTN attention backend out of", "AttentionBackendEnum.FLASH_ATTN backend, not"
+    )
+    (record,) = records_of(tmp_path, given + FORMS["vllm 0.9"][0] + "\n")
+    assert (record.backend["verify"], record.backend["draft"]) == ("FLASH_ATTN", None)
 
 
 def test_llamacpp_rates_are_over_the_steps_with_a_draft(tmp_path):

@@ -136,4 +136,4 @@ def test_a_long_trace_takes_little_memory(tmp_path, mib):
     count, memory, *_ = done.stdout.split()
     print(mib, "MiB:", done.stdout)
     assert int(count) == num_steps - 1
-    assert int(memory) < 60 + mib // 8  # 24 bytes a kernel, of some 300
+    assert int(memory) < 60 + mib // 8  # 20 bytes a kernel, more while they are put in order

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterator
 
-from labkit.engines.record import Record
+from labkit.engines.record import STEADY, Record
 
 MIN_STEPS = 20  # below this a length of exactly 1 or k+1 is chance
 _RATE, _LENGTH = 0.006, 0.011  # two printed decimals each
@@ -102,8 +102,9 @@ def _load(record: Record) -> Iterator[str]:
     details = record.details
     if record.prefill_mixed and record.scope == "window":
         yield "prefill-mixed window: prefill ran between this line and the one before; no step time from it"
-    if details.get("batch_changed"):
-        yield "running requests changed inside this window: its step time is of several batch sizes"
+    if change := details.get("batch_change"):
+        so = "no step time from it" if change > STEADY else "its step time is of several batch sizes"
+        yield f"running requests changed inside this window: {so}"
     if details.get("num_queued"):  # 8
         yield f"{details['num_queued']:g} requests were waiting: throughput is limited by admission, TTFT by the queue"
     if details.get("cached_tokens"):

@@ -1,6 +1,7 @@
 """`labkit import` and `labkit diagnose`: arguments to calls, results to text, JSON and files."""
 
 import argparse
+import functools
 import itertools
 import json
 import tempfile
@@ -9,9 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from labkit.engines.diagnose import diagnose, diagnose_trace, render
-from labkit.engines.importing import Reader, import_files, summary
+from labkit.engines.diagnose import diagnose, diagnose_trace
+from labkit.engines.importing import Reader, import_files
 from labkit.engines.recipes import recipe
+from labkit.engines.report import render, summary
 from labkit.engines.roles import gpu_row, launch_findings, launch_notes, resolve_roles, version_key
 from labkit.engines.server import Server, parse_launch
 from labkit.engines.stored import write
@@ -25,19 +27,21 @@ from labkit.rows import json_value
 
 MAX_PAGE_BYTES = 8 << 20
 KV_DTYPES = ("auto", "bfloat16", "bf16", "float16", "fp16", "half", "fp8", "fp8_e4m3", "fp8_e5m2", "float8_e4m3fn")
-_TEXTS = ("engine_version", "model", "warnings", "backend")
+_TEXTS = ("engine_version", "model", "warnings")
 _PAGES = ("/get_server_info", "/server_info", "/metrics")
 
 
 def run_import(arguments: argparse.Namespace) -> None:
     """Import files; records and steps are streamed, so a long log takes no memory."""
     reader, clean = Reader(arguments.engine), redactor()
+    roles = functools.cache(lambda backends: clean(dict(backends)))  # the same for most records
 
     def plain(item: Any) -> Any:
         if isinstance(item, dict):
             return clean(item)
         file, mark, line = item.place.rpartition(":")  # the other fields hold numbers and words of our tables
         texts = {name: clean(value) for name in _TEXTS if (value := getattr(item, name))}
+        texts |= {"backend": roles(tuple(item.backend.items()))} if item.backend else {}
         details = {n: clean(x) if isinstance(x, str | list | dict) else x for n, x in item.details.items()}
         return item.to_dict() | texts | {"details": details, "place": f"{clean(file)}{mark}{line}"}
 

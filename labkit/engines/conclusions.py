@@ -1,7 +1,7 @@
 """Published cases of ``data/published/field_reports.jsonl``: their figures, put in an engine's own form, imported.
 
 The inputs are synthetic: the published numbers in lines and objects of the format of the engine or load tool, other
-fields of the format filled in. A case with ``filler: length`` did not publish its length: it is not shown.
+fields of the format filled in. What holds a text of ``filler`` was filled in, and is not shown.
 """
 
 import itertools
@@ -43,7 +43,7 @@ def jumps(records: list[Record], threshold: float = 1.8) -> list[dict[str, Any]]
 
 
 def conclusions_table(reports: dict[int, dict[str, Any]]) -> pd.DataFrame:
-    """One line per case: source, concluded, numbers (computed by the importer), trap, closes.
+    """One line per case: source, concluded, numbers (computed by the importer; else what it says), trap, closes.
 
     closes: "yes" where the figures give length and step cost without a contradiction, "no cost" where a plain decode is
     missing, else "no".
@@ -55,7 +55,8 @@ def _line(case: dict[str, Any]) -> dict[str, Any]:
     records = arms(case)
     flat = list(itertools.chain.from_iterable(records.values()))
     printed = [r.mean_acceptance_length for r in flat if r.mean_acceptance_length is not None]
-    lengths = [] if "filler" in case else printed
+    filler = case.get("filler", [])
+    lengths = [] if "length" in filler else printed
     numbers = [f"length {length:.2f}" for length in dict.fromkeys(lengths) if length > 1][:3]
     costs = []
     for plain, arm, *_ in case["pairs"]:
@@ -66,7 +67,16 @@ def _line(case: dict[str, Any]) -> dict[str, Any]:
     wrong = any("contradiction" in text for record in flat for text in record.warnings)
     closes = "no" if None in costs or not lengths or wrong else "yes" if costs else "no cost"
     line = {"source": case["source"], "concluded": case["concluded"], "trap": case["trap"], "closes": closes}
-    return line | {"numbers": "; ".join(numbers) or "no acceptance length"}
+    said = list(dict.fromkeys(text for record in flat for text in record.warnings))[:2]
+    wanted = [(arm, records[arm][i], name) for arm, i, name, _ in case["wanted"] if "warning" not in name]
+    figures = [f"{arm}: {name.replace('_', ' ')} {_figure(record, name)}" for arm, record, name in wanted]
+    shown = [text for text in numbers or said or figures[:4] if not any(word in text for word in filler)]
+    return line | {"numbers": "; ".join(shown or figures[:1])}
+
+
+def _figure(record: Record, name: str) -> str:
+    value = getattr(record, name) if hasattr(record, name) else record.details[name]
+    return f"{value:.4g}" if isinstance(value, int | float) else "unknown" if value is None else str(value)
 
 
 def conclusions_answer(table: pd.DataFrame) -> str:

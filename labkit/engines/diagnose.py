@@ -5,7 +5,6 @@ tells cost: its slope against one read of the KV cache at the GPU's peak. Interv
 """
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -15,27 +14,31 @@ import numpy as np
 import pandas as pd
 
 from labkit.decide.intervals import generator, percentile_interval, resampled_weights, student_spread
+from labkit.engines.baseline import against_plain
 from labkit.engines.record import Record
-from labkit.engines.roles import ROLES, Role, gpu_row, kernel, resolve_roles, rows_of, speculative_tokens
+from labkit.engines.roles import ROLES, Role, backend_flag, gpu_row, kernel, resolve_roles, rows_of, speculative_tokens
 from labkit.engines.server import Server
+from labkit.engines.slope import MIN_WINDOWS, Interval, step_plane
 from labkit.engines.tables import read_table
 from labkit.engines.trace import summarise
 from labkit.engines.windows import grouped, judged
 from labkit.errors import InputError
 from labkit.shapes import ModelShape, model_shape, model_shapes
 
-MAX_WINDOWS, MIN_WINDOWS, MIN_BAND, RESAMPLES = 5000, 6, 3, 1000
-STEEP, NEAR_FLOOR, BROKEN, FALLING, SLACK, IDLE = 3.0, 2.0, 1.1, 0.05, 0.011, 0.3
-Interval = tuple[float, float, float]
+MAX_WINDOWS, MIN_BAND, RESAMPLES = 5000, 3, 1000
+STEEP, NEAR_FLOOR, BROKEN, FALLING, GROWS, FASTEST, SLACK, IDLE = 3.0, 2.0, 1.1, 0.05, 1.25, 0.95, 0.011, 0.3
 
 
 @dataclass
 class Diagnosis:
     """What `diagnose` found; lengths in tokens per step, intervals as (value, low, high), unknown is None.
 
+    batch_size: the most frequent one, which step times, slope and intercept are of (all_batches: with a term for each
+    other request).
     bands: context_len_low, context_len_high, num_windows, mean_acceptance_length, low, high, step_ms.
     slope_ms_per_1k: growth of the step with 1,024 cached tokens of all requests together; slope_over_floor: that over
     one read of their keys and values, all layers, at the peak bandwidth of the GPUs. trace: medians over its steps,
+    baseline: cells of `against_plain`, where the log has plain windows too.
     other_over_weights: the verify pass without attention over one read of 16-bit weights on one GPU.
     """
 
@@ -48,7 +51,9 @@ class Diagnosis:
     batch_size: float | None = None
     slope_ms_per_1k: Interval | None = None
     intercept_ms: Interval | None = None
+    all_batches: bool = False
     slope_over_floor: Interval | None = None
+    baseline: list[dict[str, Any]] = field(default_factory=list)
     roles: dict[str, Role] = field(default_factory=dict)
     cause: str = ""
     next_step: str = ""
@@ -73,30 +78,40 @@ def diagnose(
 
     Raises InputError: a model that is not in ``model_shapes.csv``.
     """
-    group, is_plain, notes = judged(grouped(records, server, MAX_WINDOWS), server)
-    kept, count = group.kept, group.count
+    about = judged(grouped(records, server, MAX_WINDOWS), server)
+    group, is_plain, kept, count = about.group, about.is_plain, about.group.kept, about.group.count
     found = Diagnosis(server.engine, server.version, model or server.model, gpu or server.gpu)
     used = ("decode", "prefill") if is_plain else ROLES
     found.roles = {name: role for name, role in resolve_roles(server, found.gpu).items() if name in used}
-    found.warnings = notes + [f"{n} x {text}" if n > 1 else text for text, n in group.warnings.most_common(10)]
+    found.warnings = about.notes + [f"{n} x {text}" if n > 1 else text for text, n in group.warnings.most_common(10)]
     if group.total and not kept:
         kept, count = group.total, 1
         found.unknown.append("windows: there is one value only, since the start of the server")
     if count > len(kept):
         found.warnings.append(f"{count - len(kept)} of {count} windows were left out, at random")
-    names = ["mean_acceptance_length", "context_len", "batch_size", "step_ms", "cuda_graph"]
-    windows = pd.DataFrame([[getattr(r, name) for name in names] for r in kept], columns=names)
-    # Windows of SGLang hold equal numbers of steps, so a request weighs as much as another.
-    windows["weight"] = [float(record.steps or record.batch_size or 1) for record in kept]
+    windows, plain = _frame(kept), _frame(about.plain)
     sizes = Counter(record.num_speculative_tokens for record in kept if record.num_speculative_tokens)
     k = speculative_tokens(server) or (sizes.most_common(1)[0][0] if sizes else None)
     shape = _shape(found, given=bool(model))
     if not windows.empty:
+        timed = windows.dropna(subset=["step_ms", "context_len", "batch_size"])
+        found.batch_size = None if timed.empty else float(timed["batch_size"].mode()[0])
         _acceptance(found, windows, None if is_plain else k or math.inf)
         num_gpus = server.number("tp_size", "tensor_parallel_size", "tp") or 1
-        _cost(found, windows, shape, kv_dtype or server.args.get("kv_cache_dtype", ""), num_gpus)
+        _cost(found, timed, shape, kv_dtype or server.args.get("kv_cache_dtype", ""), num_gpus)
+        found.baseline = against_plain(windows, plain)
+    if len(plain) and not found.baseline:
+        text = f"none has {MIN_BAND} steady ones of a batch and octave of context that drafted windows have too"
+        found.unknown.append(f"what a step costs in plain ones: {len(plain)} plain windows, {text}")
     _judge(found, windows, k, is_plain)
     return found
+
+
+def _frame(records: list[Record]) -> pd.DataFrame:
+    names = [*("mean_acceptance_length", "context_len", "batch_size", "step_ms", "output_tokens_per_s", "cuda_graph")]
+    windows = pd.DataFrame([[getattr(r, name) for name in names] for r in records], columns=names)
+    # Windows of SGLang hold equal numbers of steps, so a request weighs as much as another.
+    return windows.assign(weight=[float(record.steps or record.batch_size or 1) for record in records])
 
 
 def diagnose_trace(
@@ -164,7 +179,7 @@ def _acceptance(found: Diagnosis, windows: pd.DataFrame, k: float | None) -> Non
                 low, high = max(low, 1.0), min(high, k + 1)
         edges = [int(2 ** (float(str(band)) + side)) if placed is not windows else None for side in (-0.5, 0.5)]
         entry: dict[str, Any] = {"context_len_low": edges[0], "context_len_high": edges[1]}
-        entry["step_ms"] = rows["step_ms"].astype(float).median()
+        entry["step_ms"] = rows["step_ms"].astype(float)[rows["batch_size"].eq(found.batch_size or 0)].median()
         entry |= {"num_windows": len(rows), "mean_acceptance_length": mean, "low": low, "high": high}
         found.bands.append({name: None if pd.isna(value) else value for name, value in entry.items()})
     if k is None:
@@ -181,23 +196,16 @@ def _acceptance(found: Diagnosis, windows: pd.DataFrame, k: float | None) -> Non
         found.unknown.append(f"whether acceptance depends on context; {text}")
 
 
-def _cost(found: Diagnosis, windows: pd.DataFrame, shape: ModelShape | None, kv_dtype: str, num_gpus: int) -> None:
-    timed = windows.dropna(subset=["step_ms", "context_len", "batch_size"])
+def _cost(found: Diagnosis, timed: pd.DataFrame, shape: ModelShape | None, kv_dtype: str, num_gpus: int) -> None:
     if timed.empty:
-        found.unknown.append("step time by context: no window has batch, context and throughput together")
+        text = "no steady window (no prefill, idle time or other batch in it) has batch, context and throughput"
+        found.unknown.append(f"step time by context: {text}")
         return
-    found.batch_size = float(timed["batch_size"].mode()[0])
-    timed = timed[timed["batch_size"] == found.batch_size].astype(float)
-    cached, step = (timed["context_len"] * timed["batch_size"]).to_numpy() / 1024, timed["step_ms"].to_numpy()
-    if len(timed) < MIN_WINDOWS or cached.max() < 1.5 * cached.min():
+    fits, found.all_batches = step_plane(timed, found.batch_size or 0)
+    if not fits:
         little = f"at least {MIN_WINDOWS} are needed" if len(timed) < MIN_WINDOWS else "over too little context"
-        found.unknown.append(f"slope of the step time: {len(timed)} windows of batch {found.batch_size:g}, {little}")
+        found.unknown.append(f"slope of the step time: {len(timed)} steady windows, {little}")
         return
-    rng = generator(0, "step time")
-    estimate = _line(np.ones((1, len(timed))), cached, step)[0]
-    lines = _line(resampled_weights(len(timed), RESAMPLES, rng), cached, step)
-    draws = estimate + student_spread(len(timed), RESAMPLES, rng)[:, None] * (lines - estimate)
-    fits = [(float(estimate[i]), *percentile_interval(draws[:, i], 0.95)) for i in range(2)]
     found.slope_ms_per_1k, found.intercept_ms = fits
     peak = gpu_row(found.gpu)
     if shape is None or peak is None:
@@ -207,17 +215,12 @@ def _cost(found: Diagnosis, windows: pd.DataFrame, shape: ModelShape | None, kv_
     per_token = shape.kv_bytes_per_token("float8_e4m3fn" if "fp8" in kv_dtype or "float8" in kv_dtype else "bfloat16")
     # Tensor parallelism shares the KV heads out, at most one per GPU.
     floor = per_token / min(num_gpus, shape.num_kv_heads) * 1024 / float(peak["memory_gb_per_s"]) / 1e6
-    if fits[0][2] >= 0:  # else the slope is impossible
-        found.slope_over_floor = tuple(value / floor for value in fits[0])  # type: ignore[assignment]
-
-
-def _line(weights: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Slope and intercept of the weighted least-squares line for each row of weights, [resamples, 2]."""
-    total = weights.sum(axis=1)
-    mean_x, mean_y = weights @ x / total, weights @ y / total
-    spread = weights @ x**2 / total - mean_x**2
-    slope = (weights @ (x * y) / total - mean_x * mean_y) / np.where(spread > 0, spread, np.nan)
-    return np.stack([slope, mean_y - slope * mean_x], axis=1)
+    ratio = (fits[0][0] / floor, fits[0][1] / floor, fits[0][2] / floor)
+    if 0 <= ratio[2] < FASTEST:
+        text = "what was assumed is wrong: shape, KV type (--kv-dtype), sliding window, GPU or tensor parallelism"
+        found.unknown.append(f"floor of the step time: {ratio[0]:.2f} reads of the KV cache are below one; {text}")
+    elif ratio[2] >= 0:  # else the slope is impossible
+        found.slope_over_floor = ratio
 
 
 def _judge(found: Diagnosis, windows: pd.DataFrame, k: int | None, is_plain: bool) -> None:
@@ -225,6 +228,9 @@ def _judge(found: Diagnosis, windows: pd.DataFrame, k: int | None, is_plain: boo
     ratio, slope, eager = found.slope_over_floor, found.slope_ms_per_1k, windows["cuda_graph"].eq(False)
     length = float(np.average(windows["mean_acceptance_length"], weights=windows["weight"])) if len(windows) else 0.0
     batch, many = windows["batch_size"].astype(float), eager.sum() > 0.2 * len(windows)
+    cells = [cell for cell in found.baseline if cell["batch_size"] == found.batch_size] or found.baseline[:1]
+    ends = [cells[i]["relative_step_cost"] for i in (0, -1)] if cells else []
+    grows = bool(ends) and ends[1] > GROWS * ends[0] and cells[-1]["speedup"][2] < cells[0]["speedup"][1]
     holds: dict[str, Any] = {
         "no_speculation": windows.empty,
         "plain": is_plain,
@@ -233,6 +239,7 @@ def _judge(found: Diagnosis, windows: pd.DataFrame, k: int | None, is_plain: boo
         "contradiction": length > (k or math.inf) + 1 + SLACK,
         "pinned": length > (k or math.inf) + 1 - SLACK,
         "verify_cost": ratio is not None and ratio[1] > STEEP,
+        "growing_cost": grows and found.acceptance == "flat over context" and (not ratio or ratio[2] > NEAR_FLOOR),
         "falling_acceptance": found.acceptance == "falling with context",
         "all_eager": eager.all(),
         # A graph is padded: it takes every batch up to its own.
@@ -243,23 +250,23 @@ def _judge(found: Diagnosis, windows: pd.DataFrame, k: int | None, is_plain: boo
         "cheap_attention": ratio is not None and ratio[2] < NEAR_FLOOR,
         "between": ratio is not None,
         "no_floor": slope is not None,
+        "no_context": windows["context_len"].isna().all(),
         "no_slope": True,
     }
     cost = "how the step grows is unknown" if slope is None else f"the step grows by {slope[0]:.3f} ms per 1,024 tokens"
     cost = f"the step pays {ratio[0]:.1f}x one read of the KV cache" if ratio else cost
     cost = "the slope of its steps is impossible, below 0" if holds["impossible_slope"] else cost
     words = {"length": length, "ceiling": k and k + 1, "ratio": ratio[0] if ratio else None, "cost": cost}
-    words |= {"eager": eager.sum(), "windows": len(windows)}
+    words |= {"eager": eager.sum(), "windows": len(windows), "costs": " to ".join(f"{cost:.1f}" for cost in ends)}
+    told = windows["cuda_graph"].notna().any()
+    words["graphs"] = f"{eager.sum()} of {len(windows)} windows ran eager" if told else "no word of CUDA graphs"
+    words["measure"] = "" if cells else "the plain step (--recipe all-reject) and "
     _conclude(found, holds, words)
     if holds["below_one"]:  # step times are derived from lengths
-        found.acceptance, found.slope_ms_per_1k, found.intercept_ms, found.slope_over_floor = (
-            "unknown",
-            None,
-            None,
-            None,
-        )
+        found.acceptance, found.baseline = "unknown", []
+        found.slope_ms_per_1k = found.intercept_ms = found.slope_over_floor = None
         found.bands = [band | {"step_ms": None} for band in found.bands]
-    if not is_plain:
+    if not is_plain and not found.baseline:
         found.unknown.append("cost of a plain step: not in this log; --recipe all-reject gives it in two minutes")
 
 
@@ -267,67 +274,15 @@ def _conclude(found: Diagnosis, holds: dict[str, bool], words: dict[str, Any]) -
     """Cause and next step of the first rule that holds."""
     rule = next(row for row in read_table("diagnosis_rules.csv") if holds.get(row["finding"]))
     verify = found.roles.get("verify", Role("unknown", ""))
-    costly = rule["finding"] in ("verify_cost", "trace_attention")
+    costly = rule["finding"] in ("verify_cost", "growing_cost", "trace_attention")
     graph = rows_of(found.engine, "setting", found.engine_version, role="graph")
     runs = kernel(found, verify.backend)
     unsplit = runs is not None and runs["kv_split"] == "no"
     words |= {
         "kernel": f"; {verify.backend} verifies without a KV split ({runs['note']})" if runs and unsplit else "",
-        "flag": _other_backend(found, verify) if costly else "",
+        "flag": backend_flag(found, verify) if costly else "",
         "graph_flag": graph[0]["flag"] if graph else "the graph sizes (flag unknown for this version)",
     }
     found.cause, found.next_step = rule["cause"].format(**words), rule["next_step"].format(**words)
     if costly and runs is None:
         found.unknown.append("which kernel the verify pass runs: the table has none for this backend and version")
-
-
-def _other_backend(found: Diagnosis, verify: Role) -> str:
-    """The flag that moves the verify role to a backend with a KV split, if the table has both for this version."""
-    own = (found.trace or {}).get("phases", {}).get("verify", {}).get("kernels", [])
-    if split := next((k["name"] for k in own if re.search(r"split_?kv|reduce_segments", k["name"], re.I)), None):
-        return f"compare backends (--recipe backend-ab): {split[:60]} is a kernel with a KV split, see its grid"
-    if not found.engine_version:
-        return "set a verify backend with a KV split; the version is unknown, so the flag is not named"
-    for name in {"sglang": ("flashinfer", "fa3"), "vllm": ("FLASH_ATTN", "FLASHINFER")}.get(found.engine, ()):
-        row = kernel(found, name)
-        if row and row["kv_split"] == "yes" and name != verify.backend:
-            own = found.engine == "sglang" and found.roles.get("decode", verify).backend != verify.backend
-            flag = "--prefill-attention-backend" if own else "--attention-backend"
-            return f"{flag} {name} (moves {'prefill and verify' if own else 'all roles'}; compare on equal text)"
-    return "unknown for this version: no backend with a KV split for verify is in the table"
-
-
-def _trace_lines(trace: dict[str, Any]) -> list[str]:
-    lines = [f"{trace['num_steps']} steps, medians: step {trace['step_ms']:.3f} ms, gap {trace['gap_ms']:.3f} ms"]
-    for phase, entry in trace["phases"].items():
-        share = entry["attention_ms"] / entry["forward_ms"] if entry["forward_ms"] else 0.0
-        lines.append(f"  {phase}: {entry['forward_ms']:.3f} ms, attention {share:.0%}")
-        for k in entry["kernels"][:3]:
-            lines.append(f"    {k['ms']:.3f} ms  {k['name'][:90]}" + (f"  grid {k['grid']}" if k["grid"] else ""))
-    ratio = trace.get("other_over_weights")
-    return lines + ([f"  verify without attention: {ratio:.1f} x one read of 16-bit weights"] if ratio else [])
-
-
-def render(found: Diagnosis) -> str:
-    """The diagnosis as text."""
-
-    def shown(value: Interval | None, form: str) -> str:
-        return "unknown" if value is None else f"{value[0]:{form}} [{value[1]:{form}}, {value[2]:{form}}]"
-
-    head = {"engine": found.engine, "version": found.engine_version, "model": found.model, "GPU": found.gpu}
-    lines = [", ".join(value or f"{name} unknown" for name, value in head.items())]
-    lines += _trace_lines(found.trace) if found.trace else [f"acceptance: {found.acceptance}"]
-    for band in found.bands:
-        low, high, length = band["low"], band["high"], band["mean_acceptance_length"]
-        value = f"{length:.2f}" if low is None else shown((length, low, high), ".2f")
-        step = f", step {band['step_ms']:.1f} ms" if band["step_ms"] else ""
-        where = f"{band['context_len_low'] or 'any'} to {band['context_len_high'] or 'any'}"
-        lines.append(f"  context {where}: {value}, {band['num_windows']} windows{step}")
-    if found.slope_ms_per_1k:
-        slope, intercept = shown(found.slope_ms_per_1k, ".3f"), shown(found.intercept_ms, ".1f")
-        lines += [f"step: {slope} ms per 1,024 cached tokens + {intercept} ms, batch {found.batch_size:g}"]
-    if found.slope_over_floor:
-        lines += [f"  you pay {shown(found.slope_over_floor, '.1f')} x one KV read"]
-    lines += [f"{name}: {role.backend}, {role.how}" for name, role in found.roles.items()]
-    lines += [f"likely cause: {found.cause}", f"next step: {found.next_step}"]
-    return "\n".join([*lines, *(f"unknown: {x}" for x in found.unknown), *(f"warning: {x}" for x in found.warnings)])

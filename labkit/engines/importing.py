@@ -1,6 +1,7 @@
 """From files to records: which format a line or document has, in one pass and bounded memory."""
 
 import itertools
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,8 +12,8 @@ from labkit.engines.metrics import SAMPLE, MetricsPages
 from labkit.engines.reading import MAX_DOCUMENT_BYTES, MAX_LOG_CHARACTERS, Input, load_json
 from labkit.engines.record import Record
 from labkit.engines.roles import resolve_roles
-from labkit.engines.server import Server, begins_server, tells_of_server
-from labkit.engines.tables import formats, match_json, may_match, number, numbers, objects, pairs
+from labkit.engines.server import Server, begins_server, server_marks
+from labkit.engines.tables import formats, json_marks, match_json, may_match, numbers, objects, pairs
 from labkit.errors import InputError
 
 ENGINES = ("auto", "sglang", "vllm", "llamacpp", "trtllm", "aiperf", "guidellm", "llamabenchy", "specforge", "mlx-vlm")
@@ -30,12 +31,18 @@ class Reader:
         self.engine, self.metrics, self.notes = engine, MetricsPages(), list[str]()
         self.sizes = Counter[int]()  # of the drafts per step
         self._lines = [item for item in formats("labels", "regex") if engine in ("auto", item.engine)]
-        self._here, self._marks_here, self._server_here = self._lines, list[str](), True
+        self._block_marks = frozenset(item.has for item in formats("block"))
+        marks = (*server_marks(), *json_marks(), *_SAMPLES, *(item.has for item in self._lines), *self._block_marks)
+        self._marks = dict.fromkeys(marks)
         self._start(Server())
 
     def _start(self, server: Server) -> None:
         self.server, self._blocks, self._graphs = server, clients.Blocks(), set[bool]()
-        self._logs: dict[str, Any] = {"sglang": sglang.Log(server), "vllm": vllm.Log(), "llamacpp": llamacpp.Log()}
+        self._logs: dict[str, Any] = {
+            "sglang": sglang.Log(server),
+            "vllm": vllm.Log(server),
+            "llamacpp": llamacpp.Log(),
+        }
 
     def read(self, path: str | Path, server: Server | None = None, sampled: bool = False) -> Iterator[Record]:
         """Records of one file. ``server``: facts that hold for several files of one server; ``sampled``: of a long log
@@ -89,14 +96,14 @@ class Reader:
             self.notes.append(f"{source.name}: no whole JSON value (cut off or nested too deep); read line by line")
             yield from self._of_text(text, source.name)
 
-    def _enter(self, block: str) -> None:
-        """Look at many lines at once for what none of them holds: most lines of a log are none of ours."""
-        self._here = [item for item in self._lines if item.has in block]
-        self._marks_here = [item.has for item in formats("block") if item.has in block]
-        self._server_here = tells_of_server(block)
+    def _enter(self, block: str) -> re.Pattern[str] | None:
+        """What a line of these many must hold that is one of ours; None: any line may be, a block of labels is here."""
+        marks = [mark for mark in self._marks if mark in block]
+        if self._blocks.start or not self._block_marks.isdisjoint(marks):
+            return None
+        return re.compile("|".join(map(re.escape, marks)) or "(?!)")
 
     def _of_text(self, text: str, name: str) -> Iterator[Record]:
-        self._enter(text)
         yield from self._of_lines(enumerate(text.splitlines(), start=1), name)
 
     def _of_lines(self, lines: Iterable[tuple[int, str] | None], name: str) -> Iterator[Record]:
@@ -107,32 +114,37 @@ class Reader:
                 yield from self._blocks.flush()
                 continue
             line, text = numbered
-            if self._server_here and self.server.served and begins_server(text):  # a restart in the same log
-                yield from self._logs["sglang"].ready(at_end=True)
+            if self.server.served and begins_server(text):  # a restart in the same log
+                yield from self._logs_end()
                 self.server.restart()
-                self._graphs, self._logs["sglang"] = set(), sglang.Log(self.server)
+                self._graphs = set()
+                self._logs |= {"sglang": sglang.Log(self.server), "vllm": vllm.Log(self.server)}
             content = load_json(text.removeprefix("data: ")) if text.startswith(_JSON) and may_match(text) else None
             if content is not None:
                 yield from self._of_json(content, f"{name}:{line}")
             elif records := self._of_line(text[:MAX_LOG_CHARACTERS], name, line):
                 yield from records
 
-    def _at_end(self) -> Iterator[Record]:
+    def _logs_end(self) -> Iterator[Record]:
         yield from self._logs["sglang"].ready(at_end=True)
+        yield from self._logs["vllm"].ready()
+
+    def _at_end(self) -> Iterator[Record]:
+        yield from self._logs_end()
         yield from self._blocks.flush()
         yield from self.metrics.flush()
 
     def _of_line(self, text: str, name: str, line: int) -> list[Record]:
-        for item in self._here:
+        for item in self._lines:
             if item.has in text and (match := item.pattern.search(text)):
                 self.server.served |= item.scope in ("window", "request")
                 values = match.groupdict() if item.read == "regex" else pairs(text[match.end() :])
                 return getattr(self._logs[item.engine], item.then)(item.record(values, f"{name}:{line}"), values, text)
         if text.startswith(_SAMPLES) and SAMPLE.match(text):
             return self.metrics.feed(text, f"{name}:{line}")
-        if self._server_here and self.server.take_line(text):
+        if self.server.take_line(text):
             return []
-        if self._blocks.start or any(mark in text for mark in self._marks_here):
+        if self._blocks.start or any(mark in text for mark in self._block_marks):
             return self._blocks.feed(text, f"{name}:{line}")
         return []
 
@@ -182,23 +194,3 @@ def import_files(paths: Sequence[str | Path], engine: str = "auto", reader: Read
             known = " (arguments and backends only)" if reader.server.args or reader.server.named else ""
             notes = "".join(f"; {note.partition(': ')[2]}" for note in reader.notes)
             raise InputError(f"{path}: no figures of {wanted}{known}{notes}; docs/importing.md lists what is read")
-
-
-_COLUMNS = {"mean_acceptance_length": ".2f", "draft_acceptance_rate": ".3f", "num_speculative_tokens": "d"}
-_COLUMNS |= {"batch_size": ".4g", "context_len": ".0f", "output_tokens_per_s": ".1f", "step_ms": ".2f"}
-
-
-def summary(records: Iterable[Record], limit: int = 20) -> str:
-    """A table of the first records, and how often each warning came."""
-    rows, warnings, count = [], Counter[str](), 0
-    rows.append(["place", "kind", "scope", "length", "rate", "k", "batch", "context", "tok/s", "step_ms"])
-    for count, record in enumerate(records, start=1):
-        warnings.update(record.warnings)
-        if count <= limit:
-            values = [(getattr(record, name), form) for name, form in _COLUMNS.items()]
-            shown = ["-" if number(value) is None else format(value, form) for value, form in values]
-            rows.append([record.place, f"{record.engine} {record.kind}", record.scope, *shown])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    more = [f"... {count - limit} more records; --json or --out has all of them"] if count > limit else []
-    return "\n".join(lines + more + [f"{times} x {text}" for text, times in warnings.most_common(30)])

@@ -85,11 +85,14 @@ class Input:
             self._bar.close()
         self._raw.close()
 
-    def lines(self, enter: Callable[[str], None], sampled: bool = False) -> Iterator[tuple[int, str] | None]:
+    def lines(
+        self, enter: Callable[[str], re.Pattern[str] | None], sampled: bool = False
+    ) -> Iterator[tuple[int, str] | None]:
         """Line number from 1, and text without colour and envelope; None where lines were passed over.
 
         A carriage return inside a line (progress bars) ends a part of it. Lines above ``MAX_LINE_BYTES`` are dropped
-        and named in `notes`. ``enter`` sees the text of the lines to come. ``sampled``: long inputs are read in part
+        and named in `notes`. ``enter`` sees the text of the lines to come and says what a line must hold to be of use,
+        None for all of them. ``sampled``: long inputs are read in part
         (`_due`), which `notes` tells.
         """
         number, rest, passing, passed, data = 1, b"", False, 0, b"\n"
@@ -106,11 +109,11 @@ class Input:
             rest += block
             cut = rest.rfind(b"\n") + 1 if data else len(rest)
             whole, rest = rest[:cut].decode("utf-8", "replace"), rest[cut:]
-            enter(whole := _ANSI.sub("", whole))
-            for line in whole.removesuffix("\n").split("\n") if cut else ():
+            wanted = enter(whole := _ANSI.sub("", whole))
+            for line_number, line in _wanted_lines(whole, wanted, number):
                 for part in line.rstrip("\r").split("\r") if "\r" in line else (line,):
-                    yield number, clean(part)
-                number += 1
+                    yield line_number, clean(part)
+            number += whole.count("\n")
             if len(rest) > MAX_LINE_BYTES:
                 self.notes.append(f"line {number} is longer than {MAX_LINE_BYTES >> 20} MiB and was left out")
                 rest, passing = b"", True
@@ -135,6 +138,21 @@ class Input:
         if part != self._part[0]:
             self._part = part, index
         return index == self._part[1]
+
+
+def _wanted_lines(text: str, wanted: re.Pattern[str] | None, number: int) -> Iterator[tuple[int, str]]:
+    """Lines that hold what is wanted, with their numbers from ``number``; the others are passed over at once."""
+    if wanted is None:
+        yield from enumerate(text.removesuffix("\n").split("\n") if text else (), start=number)
+        return
+    counted, end = 0, -1
+    for match in wanted.finditer(text):
+        if match.start() > end:
+            start = text.rfind("\n", 0, match.start()) + 1
+            end = text.find("\n", match.end())
+            end = len(text) if end < 0 else end
+            number, counted = number + text.count("\n", counted, start), start
+            yield number, text[start:end]
 
 
 def clean(text: str) -> str:

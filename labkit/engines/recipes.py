@@ -7,8 +7,8 @@ import json
 import re
 import shlex
 
-from labkit.engines.roles import known_flags, rows_of
-from labkit.engines.server import Server
+from labkit.engines.roles import flag_texts, known_flags, ranges, rows_of
+from labkit.engines.server import Server, parse_launch
 from labkit.engines.tables import read_table
 from labkit.errors import InputError
 
@@ -28,7 +28,7 @@ def recipe(name: str, server: Server | None, launch: str | None) -> list[str]:
     if not rows:
         wanted = "all-reject, k-sweep or backend-ab and an engine that has its switch"
         raise InputError(f"recipe: wanted {wanted}, got {name!r}, {server.engine!r}")
-    _check_version(server, rows)
+    notes = _check_version(server, rows)
     # The engine's own tool sends the requests: the same ones whenever the seed is the same.
     (program,) = (row for row in read_table("engine_programs.csv") if row["engine"] == server.engine)
     model, port = shlex.quote(server.model or "MODEL"), server.number("port") or int(program["port"])
@@ -45,28 +45,34 @@ def recipe(name: str, server: Server | None, launch: str | None) -> list[str]:
             line, base = plain(given, own), plain(given, _DRAFT_FLAGS + own)
             line = f"{base} --speculative-config {_settings(server, row, value)}" if row["settings"] else line
             rows_verified = int(value) + 1 if value.isdecimal() else ""
-            yaml = _yaml(line)
-            line = line.replace(yaml, f"k{value}.yaml") if yaml and value.isdecimal() else line
+            yaml, file = _yaml(line), f"k{value}" if value.isdecimal() else value.lower()
+            if yaml and value:
+                line, base = line.replace(yaml, f"{file}.yaml"), base.replace("plain.yaml", f"plain-{file}.yaml")
             words = {"value": value, "launch": line, "plain": base, "rows": rows_verified, "yaml": yaml}
             lines += [f"# {row['title'].format(**words)}", row["command"].format(**words), bench]
+            notes += [text for texts in flag_texts(*parse_launch(lines[-2], server.version)) for text in texts]
     yaml = f", {_yaml(given)} without speculative_config is plain.yaml" if _yaml(given) else ""
     lines += [] if name == "backend-ab" else [f"# plain decode, the baseline{yaml}", plain(given), bench]
     urls = " ".join(f"http://127.0.0.1:{port + i}" for i in range(2))
     side = "# or two of them side by side, on two ports: byte-identical requests in turns, at each context length"
+    lines = [*(f"# {text}" for text in dict.fromkeys(notes)), *lines]
     return [*lines, side, f"labkit replay --base-url {urls} --scene depth content --out runs"]
 
 
-def _check_version(server: Server, rows: list[dict[str, str]]) -> None:
-    """InputError: the recipe sets a flag that the table does not have for this version."""
+def _check_version(server: Server, rows: list[dict[str, str]]) -> list[str]:
+    """What is unknown of the flags that a recipe sets. InputError: the table does not have one for this version."""
+    notes = list[str]()
     keys = (key for row in rows for key in re.findall(r'"(\w+)":', row["settings"]))
     words = (word.partition("=")[0] for row in rows for word in row["command"].split())
     for flag in (*words, *(f"speculative_config.{key}" for key in keys)):
         known = [row for row in read_table("engine_flags.csv") if flag in row["flag"].split("|")]
         known = [row for row in known if row["engine"] == server.engine]
         if known and not any(row in rows_of(server.engine, row["kind"], server.version) for row in known):
-            ranges = ", ".join(sorted({f"{row['version_from']} to {row['version_to']}" for row in known}))
-            text = f"{flag}: unknown for this version, {server.engine} {server.version}; known for {ranges}"
+            text = f"{flag}: unknown for this version, {server.engine} {server.version}; known for {ranges(known)}"
             raise InputError(f"recipe: {text}")
+        if known and not server.version and known[0]["version_to"]:
+            notes.append(f"{flag}: the server's version is unknown (--engine-version); known for {ranges(known)}")
+    return notes
 
 
 def _yaml(line: str) -> str:

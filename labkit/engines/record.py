@@ -7,6 +7,7 @@ import copy
 from dataclasses import dataclass, field
 from typing import Any
 
+STEADY = 0.05  # a change of running requests within it does not show in the step time
 COUNTS = ("num_verify_steps", "num_drafted_steps", "num_drafted_tokens", "num_accepted_tokens")
 
 
@@ -72,6 +73,8 @@ class Record:
     @property
     def has_figures(self) -> bool:
         """Whether it has a figure, or a warning that says why a line of figures gave none."""
+        if self.mean_acceptance_length is not None or self.output_tokens_per_s is not None:
+            return True
         values = (*(getattr(self, name) for name in self.__slots__ if name != "details"), *self.details.values())
         return bool(self.warnings) or any(isinstance(value, int | float | list) and value != [] for value in values)
 
@@ -79,7 +82,8 @@ class Record:
         """Fill length, rate, k and step time from counts and throughput; returns itself.
 
         Printed figures stay where they cannot be derived. The step time is batch_size x length / throughput. That
-        holds where neither changes: a window with prefill, idle or stalled time in it gives none.
+        holds where neither changes: a window with prefill, idle or stalled time in it, or with other running requests
+        at its end than at its start, gives none.
         """
         steps, accepted, drafted = self.steps, self.num_accepted_tokens, self.num_drafted_tokens
         if steps and accepted is not None:
@@ -92,9 +96,15 @@ class Record:
             self.num_speculative_tokens = drafted // steps
         batch, length, rate = self.batch_size, self.mean_acceptance_length, self.output_tokens_per_s
         steady = not (self.prefill_mixed or self.details.get("after_idle") or self.details.get("stalled"))
+        steady = steady and self.details.get("batch_change", 0) <= STEADY
         if batch and length and rate and steady and self.step_ms is None:
             self.step_ms, self.step_ms_source = 1000 * batch * length / rate, "derived"
         return self
+
+    def running_before(self, before: float | None) -> None:
+        """Keep by which share the running requests changed since the line before, if they did."""
+        if self.batch_size and before not in (None, self.batch_size):
+            self.details["batch_change"] = abs((before or 0) - self.batch_size) / self.batch_size
 
     def steps_from_length(self, above: float) -> None:
         """S1 = A / (length - 1), where two decimals of the length make that exact."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from labkit.engines.server import Server
+from labkit.engines.server import Server, is_setting
 from labkit.engines.tables import read_table
 
 _OWN = ("-", "SGLANG_", "VLLM_", "TLLM_", "TRTLLM_")  # flags and environment variables of the engines
@@ -16,6 +16,18 @@ _WHOLE = {f"speculative_{name}" for name in ("num_steps", "eagle_topk", "num_dra
     *("num_speculative_tokens", "spec_tokens", "spec_draft_n_max", "max_draft_len", "max_num_seqs", "page_size"),
     *("max_running_requests", "cuda_graph_max_bs", "max_cudagraph_capture_size", "tp_size", "tensor_parallel_size"),
 }
+_DRAFTS = (
+    "speculative_dspark_block_size",
+    "num_speculative_tokens",
+    "spec_draft_n_max",
+    "max_draft_len",
+    "num_spec_tokens",
+)
+_CHOICES = {"speculative_algorithm": "algorithm", "method": "algorithm", "spec_method": "algorithm"}
+_CHOICES |= {"spec_type": "algorithm", "rejection_sample_method": "rejection"}
+PLACEHOLDERS = ("ALGORITHM", "TYPE", "METHOD")  # for what neither log nor arguments tell, in recipes
+_MLA = re.compile(r"deepseek-?(v[23]|r1(?!-distill))|kimi-k", re.I)  # one latent KV head: other backends
+_BOARDS = {"pcie", "nvl", "40gb"}
 SGLANG_LIMIT = 48  # of running requests, by any speculative algorithm where none is given
 _CONFIG_KEYS = ("method", "model", "num_speculative_tokens", "quantization", "max_model_len", "revision")
 ROLES = ("verify", "decode", "draft", "draft_extend", "prefill", "linear_decode", "linear_verify")
@@ -57,15 +69,27 @@ def known_flags(engine: str) -> set[str]:
 
 
 def gpu_row(gpu: str | None) -> dict[str, str] | None:
-    """The row of ``gpu_peaks.csv`` for a product name such as ``NVIDIA H200`` or a slug such as ``h200-sxm``."""
-    words = set(re.findall(r"[a-z0-9]+", (gpu or "").lower()))
+    """The row of ``gpu_peaks.csv`` for a product name such as ``NVIDIA H200`` or a slug such as ``h200-sxm``.
+
+    None for another board of that chip (PCIe, NVL, 40 GB): it has another memory.
+    """
+    row, words = _nearest(gpu), _words(gpu)
+    return row if row and not (words & _BOARDS) - _words(row["gpu"]) else None
+
+
+def _words(text: str | None) -> set[str]:
+    return set(re.findall(r"[a-z0-9]+", (text or "").lower()))
+
+
+def _nearest(gpu: str | None) -> dict[str, str] | None:
+    words = _words(gpu)
     parts = [(row["gpu"].split("-"), row) for row in read_table("gpu_peaks.csv")]
     close = [(len(words & set(p)), row) for p, row in parts if set(p[: 2 if p[0] in ("rtx", "rx") else 1]) <= words]
     return max(close, key=lambda item: item[0])[1] if close else None
 
 
 def _arch(gpu: str | None) -> str:
-    return (gpu_row(gpu) or {"arch": ""})["arch"]
+    return (_nearest(gpu) or {"arch": ""})["arch"]
 
 
 def resolve_roles(server: Server, gpu: str | None = None) -> dict[str, Role]:
@@ -99,6 +123,8 @@ def _resolve(row: dict[str, str], server: Server, found: dict[str, Role], gpu: s
     for condition, _, other in (text.partition(":") for text in exceptions):
         name, _, value = condition.partition("=")
         source = other if server.args.get(name) == value else source
+    if source == "automatic" and "default" in server.named:
+        return Role(server.named["default"], "picked by itself: another than the target's would be in the log")
     if source in found:
         return Role(found[source].backend, f"inherited from {source}, {found[source].how}")
     for name, how in (("given", "named by the log"), ("default", "default, named by the log")):
@@ -107,7 +133,8 @@ def _resolve(row: dict[str, str], server: Server, found: dict[str, Role], gpu: s
     if source == "default":
         tree = any((server.number(name) or 1) > 1 for name in ("speculative_eagle_topk", "page_size"))
         rows = rows_of(server.engine, "default", server.version)
-        rows = [row for row in rows if _fits(row, gpu) and row["inherits"] != ("chain" if tree else "tree")]
+        kinds = ("mla",) if _MLA.search(server.model or "") else ("", "tree" if tree else "chain")
+        rows = [row for row in rows if _fits(row, gpu) and row["inherits"] in kinds]
         if len({row["value"] for row in rows}) == 1:
             note = rows[0]["note"] or "no note"
             return Role(rows[0]["value"], f"default of the table for {gpu or 'every GPU'}: {note}")
@@ -120,10 +147,34 @@ def _fits(row: dict[str, str], gpu: str | None) -> bool:
 
 
 def kernel(server: Any, backend: str, role: str = "verify") -> dict[str, str] | None:
-    """What a backend runs in a role on a server with engine, engine_version and gpu: labkit_backend, kv_split, note."""
+    """What a backend runs in a role on a server with engine, engine_version, model and gpu; the table has no MLA."""
+    if _MLA.search(server.model or ""):
+        return None
     rows = rows_of(server.engine, "kernel", server.engine_version, role=role, value=backend)
     rows = [row for row in rows if _fits(row, server.gpu)]
     return rows[0] if len({row["kv_split"] for row in rows}) == 1 else None
+
+
+def backend_flag(found: Any, verify: Role) -> str:
+    """The flag that moves the verify role to a backend with a KV split, if the table has both for this version."""
+    own = (found.trace or {}).get("phases", {}).get("verify", {}).get("kernels", [])
+    if split := next((k["name"] for k in own if re.search(r"split_?kv|reduce_segments", k["name"], re.I)), None):
+        return f"compare backends (--recipe backend-ab): {split[:60]} is a kernel with a KV split, see its grid"
+    if not found.engine_version:
+        return "set a verify backend with a KV split; the version is unknown, so the flag is not named"
+    usual = [row for row in rows_of(found.engine, "default", found.engine_version) if not row["inherits"]]
+    others = {"sglang": ("flashinfer", "fa3"), "vllm": ("FLASH_ATTN", "FLASHINFER")}.get(found.engine, ())
+    # The flag that moved it moves it again; SGLang's two flags win over the one for all roles.
+    given, side = re.search(r"given by (--[\w.-]+)", verify.how), "decode" if "from decode" in verify.how else "prefill"
+    apart = found.engine == "sglang" and found.roles.get("decode", verify).backend != verify.backend
+    apart = apart or found.roles.get("prefill", verify).backend != verify.backend
+    flag = given[1] if given else f"--{side}-attention-backend" if apart else "--attention-backend"
+    moved = f"{side} and verify" if f"--{side}" in flag else "all roles without a flag of their own"
+    for name in (*(row["value"] for row in usual if _fits(row, found.gpu)), *others):
+        row = kernel(found, name)
+        if row and row["kv_split"] == "yes" and name != verify.backend:
+            return f"{flag} {name} (moves {moved}; compare on equal text)"
+    return "unknown for this version: no backend with a KV split for verify is in the table"
 
 
 def speculative_tokens(server: Server, rows: bool = False) -> int | None:
@@ -134,22 +185,16 @@ def speculative_tokens(server: Server, rows: bool = False) -> int | None:
     if (depth := server.number("speculative_num_steps")) and server.args.get("speculative_algorithm") not in _BLOCKS:
         chain = server.number("speculative_eagle_topk") in (None, 1)
         return (depth if chain else drafts) if rows else min(depth, drafts or depth)
-    others = server.number("num_speculative_tokens", "spec_draft_n_max", "max_draft_len", "num_spec_tokens")
-    return others if drafts is None else drafts
+    return server.number(*_DRAFTS) if drafts is None else drafts
 
 
 def launch_findings(server: Server, flags: list[str]) -> Iterator[str]:
     """What is inconsistent in the arguments of a launch line, in plain words."""
     args = server.args
-    yield from _flag_texts(server, flags)[0]
+    yield from flag_texts(server, flags)[0]
     for name in sorted(_WHOLE & args.keys()):
         if not (args[name].isdecimal() and len(args[name]) < 19 and int(args[name])):
             yield f"{name}: wanted a whole number of at least 1, got {args[name]!r}"
-    read = rows_of(server.engine, "setting", None, role="backends")
-    known = [name for row in read for name in row["value"].split("|")]
-    for name in (name for name in args if name.endswith("attention_backend") and name[:3] != "mm_"):
-        if known and not any(fnmatch.fnmatch(args[name].lower(), pattern.lower()) for pattern in known):
-            yield f"{name} {args[name]}: no backend of the versions read; they have {', '.join(known)}"
     for name in {"disable_cuda_graph", "enforce_eager"} & args.keys():
         if args[name].lower() == "true":
             yield f"--{name.replace('_', '-')}: every step runs without a CUDA graph and pays its launches"
@@ -163,69 +208,96 @@ def launch_findings(server: Server, flags: list[str]) -> Iterator[str]:
         text = f"{steps} steps with topk {topk or 1} hold {most} rows, root counted"
         yield f"--speculative-num-draft-tokens {rows_given}: {text}"
     batch, graph = server.number("max_running_requests", "max_num_seqs"), server.number
-    sizes = [int(text) for text in args.get("cudagraph_capture_sizes", "").split() if text.isdecimal()]
     q_len = (speculative_tokens(server, rows=True) or 0) + 1
-    size = graph("max_cudagraph_capture_size") or max(sizes, default=None)
+    size = graph("max_cudagraph_capture_size") or _largest(args.get("cudagraph_capture_sizes", ""))
     if size and batch and size < batch * q_len:
         yield f"largest CUDA graph {size}: below batch x q_len = {batch} x {q_len}; those steps run eager"
     batch = batch or (SGLANG_LIMIT if server.engine == "sglang" and "speculative_algorithm" in args else None)
-    if (size := graph("cuda_graph_max_bs")) and batch and size < batch:
+    if (size := graph("cuda_graph_max_bs") or _largest(args.get("cuda_graph_bs", ""))) and batch and size < batch:
         yield f"--cuda-graph-max-bs {size}: below {batch} running requests; larger batches run eager"
+    verify = resolve_roles(server).get("verify", Role("", "")).backend
+    if (topk or 1) > 1 and rows_of(server.engine, "kernel", None, value=verify, note="topk 1 only"):
+        yield f"--speculative-eagle-topk {topk}: {verify} verifies chains only, topk 1"
+    if (block := server.number("speculative_dflash_block_size")) and rows_given not in (None, block):
+        yield f"--speculative-dflash-block-size {block}: must be --speculative-num-draft-tokens, {rows_given}"
 
 
-def _flag_texts(server: Server, flags: list[str]) -> tuple[list[str], list[str]]:
-    """Flags that this version does not have; flags of which it is unknown."""
-    engine = server.engine
-    read = {version_key(v) for row in rows_of(engine, "setting", None, role="read") for v in row["value"].split("|")}
-    known = known_flags(engine)
-    wrong, unknown = _algorithm_texts(server, version_key(server.version) in read)
+def _largest(sizes: str) -> int | None:
+    return max((int(text) for text in sizes.split() if text.isdecimal()), default=None)
+
+
+def flag_texts(server: Server, flags: list[str]) -> tuple[list[str], list[str]]:
+    """Flags and choices that this version does not have; those of which it is unknown."""
+    engine, every = server.engine, [row for row in read_table("engine_flags.csv") if row["engine"] == server.engine]
+    read = {version_key(v) for row in every if row["role"] == "read" for v in row["value"].split("|")}
+    is_read, known, sources = version_key(server.version) in read, known_flags(engine), dict[str, list[str]]()
+    wrong, unknown = _choice_texts(server, is_read)
+    here = [row for kind in ("role", "setting") for row in rows_of(engine, kind, server.version)]
     for flag in flags:
-        if flag.startswith("speculative_config."):
-            near = difflib.get_close_matches(flag.partition(".")[2], _CONFIG_KEYS, 1, 0.8)
+        rows = [row for row in every if flag in row["flag"].split("|")]
+        head, _, key = flag.partition(".")
+        if not rows and head == "speculative_config":
+            if is_setting(key):
+                continue
+            near = difflib.get_close_matches(key, _CONFIG_KEYS, 1, 0.8)
             text = f"did you mean {near[0]}?" if near else "it was not checked"
             (wrong if near else unknown).append(f"{flag}: unknown for this version; {text}")
-            continue
-        rows = [row for row in read_table("engine_flags.csv") if row["engine"] == engine]
-        rows = [row for row in rows if flag in row["flag"].split("|")]
-        gone = next((row["note"] for row in rows if row["role"] == "removed"), "")
-        ranges = ", ".join(sorted({f"{row['version_from']} to {row['version_to']}" for row in rows}))
-        if not rows and flag.startswith(_OWN) and "." not in flag and f"--{flag.removeprefix('--no-')}" not in known:
-            close = "".join(f"; did you mean {name}?" for name in difflib.get_close_matches(flag, known, 1, 0.8))
-            unknown.append(f"{flag}: unknown for this version, not in the table of flags; it was not checked{close}")
-        elif gone or (rows and not any(row in rows_of(engine, row["kind"], server.version) for row in rows)):
-            if version_key(server.version) in read:
-                wrong.append(f"{flag}: not a flag of {engine} {server.version}; {gone or f'known for {ranges}'}")
+        elif not rows:
+            if flag.startswith(_OWN) and not key and f"--{flag.removeprefix('--no-')}" not in known:
+                close = "".join(f"; did you mean {name}?" for name in difflib.get_close_matches(flag, known, 1, 0.8))
+                text = "unknown for this version, not in the table of flags; it was not checked"
+                unknown.append(f"{flag}: {text}{close}")
+        elif (gone := rows[0]["role"] == "removed") or not any(row in here for row in rows):
+            text = rows[0]["note"] if gone else f"known for {ranges(rows)}"
+            lack = f"not a flag of {engine} {server.version}" if is_read else "unknown for this version"
+            (wrong if is_read else unknown).append(f"{flag}: {lack}; {text}")
+        elif server.version and not any(row["version_to"] or row["role"] == "ordinary" for row in rows):
+            sources.setdefault(rows[0]["source"], []).append(flag)
+    text = "unknown for this version; read without a version range"
+    return wrong, unknown + [f"{', '.join(names)}: {text} ({source})" for source, names in sources.items()]
+
+
+def ranges(rows: list[dict[str, str]]) -> str:
+    """The versions of some rows, in words."""
+    return ", ".join(sorted({f"{row['version_from']} to {row['version_to']}" for row in rows}))
+
+
+def _choice_texts(server: Server, is_read: bool) -> tuple[list[str], list[str]]:
+    """Methods and backends that no version has, or this one has not; the same where the version was not read."""
+    wrong, unknown = list[str](), list[str]()
+    for name, text in server.args.items():
+        backend = name.lower().endswith("attention_backend") and name[:3] != "mm_"
+        role = "backends" if backend else _CHOICES.get(name, "")
+        rows = rows_of(server.engine, "setting", None, role=role)
+        for given in text.split(",") if rows and text not in PLACEHOLDERS else ():
+            having = [row for row in rows if _has(row, given.lower())]
+            values = [value for row in rows for value in row["value"].split("|")]
+            near = difflib.get_close_matches(given, values, 1, 0.8)
+            if any(row in rows_of(server.engine, "setting", server.version, role=role) for row in having):
+                continue
+            if not having and role == "backends":
+                wrong.append(f"{name} {given}: no backend of the versions read; they have {', '.join(values)}")
+            elif not having:
+                text = f"did you mean {near[0]}?" if near else "not in the table; it was not checked"
+                (wrong if near else unknown).append(f"{name} {given}: unknown for this version; {text}")
             else:
-                unknown.append(f"{flag}: unknown for this version; {gone or f'known for {ranges}'}")
+                lack = f"not in {server.engine} {server.version}" if is_read else "unknown for this version"
+                (wrong if is_read else unknown).append(f"{name} {given}: {lack}; known for {ranges(having)}")
     return wrong, unknown
 
 
-def _algorithm_texts(server: Server, is_read: bool) -> tuple[list[str], list[str]]:
-    """An algorithm or method that no version has, or this one has not; the same where the version was not read."""
-    names = {"sglang": ["speculative_algorithm"], "vllm": ["method", "spec_method"]}
-    name, given = next(((n, server.args[n]) for n in names.get(server.engine, ()) if n in server.args), ("", ""))
-    rows = rows_of(server.engine, "setting", None, role="algorithm")
-    asked = given.upper() if server.engine == "sglang" else "mtp" if given.endswith("_mtp") else given
-    having = [row for row in rows if asked in row["value"].split("|")]
-    if not given or any(row in rows_of(server.engine, "setting", server.version, role="algorithm") for row in having):
-        return [], []
-    if not having:
-        near = difflib.get_close_matches(asked, [value for row in rows for value in row["value"].split("|")], 1, 0.8)
-        if near:
-            return [f"{name} {given}: unknown for this version; did you mean {near[0]}?"], []
-        return [], [f"{name} {given}: unknown for this version, not in the table; it was not checked"]
-    ranges = ", ".join(f"{row['version_from']} to {row['version_to']}" for row in having)
-    if is_read:
-        return [f"{name} {given}: not in {server.engine} {server.version}; known for {ranges}"], []
-    return [], [f"{name} {given}: unknown for this version; known for {ranges}"]
+def _has(row: dict[str, str], value: str) -> bool:
+    return any(fnmatch.fnmatch(value, pattern) for pattern in row["value"].lower().split("|"))
 
 
 def launch_notes(server: Server, flags: list[str]) -> Iterator[str]:
     """What follows from the arguments and is no mistake."""
-    yield from _flag_texts(server, flags)[1]
+    yield from flag_texts(server, flags)[1]
+    drafts = server.engine == "sglang" and "speculative_algorithm" in server.args
+    if drafts and not speculative_tokens(server):
+        yield "draft tokens are unset: the server picks them by algorithm and model, so the ceiling is unknown"
     if k := speculative_tokens(server):
         yield f"acceptance length is at most {k + 1}: {k} drafts on a path and the bonus token"
-    drafts = server.engine == "sglang" and "speculative_algorithm" in server.args
     if drafts and not server.number("max_running_requests"):
         text = f"any speculative algorithm sets it to {SGLANG_LIMIT}, a ceiling on throughput"
         yield f"--max-running-requests is unset: {text}"

@@ -1,5 +1,7 @@
 """What a log, an info page or a launch line says about the server: engine, version, arguments, backends as named."""
 
+import functools
+import itertools
 import json
 import re
 import shlex
@@ -16,11 +18,13 @@ _ARGUMENT = re.compile(
     r"""(?:['"]?(\w++)['"]?\s*[=:]\s*)?(?:(\w*+[({\[<])|([)}\]>])|('[^']*'|"[^"]*"|[\w.+/-]++))""", re.ASCII
 )
 _ARGUMENT_LINES = {"server_args=": "sglang", "non-default args:": "vllm", "with config:": "vllm"}
-_GPU = re.compile(r"NVIDIA ([A-Z]{1,4}\d{2,4}\w*(?: \w+)?)|(RTX [\w ]{4,40}?)(?=[,;)]|$)")
+_GPU = re.compile(
+    r"NVIDIA ([A-Z]{1,4}\d{2,4}[\w-]*(?: (?:\d+GB|PCIe|NVL|HBM\w+|SXM\w*))*)|(RTX [\w ]{4,40}?)(?=[,;)]|$)"
+)
 # Arguments that say nothing about cost may hold secrets and are not kept.
 _KEPT = re.compile(
     r"attention|speculative|spec_|num_spec|method|backend|page_size|block_size|kv_cache_dtype|^dtype|cuda_?graph|enforce_eager"
-    r"|tp_size|tensor_parallel|^port$|max_running|max_num_seqs|context_length|max_model_len|quantization|synthetic|rejection|(?i:simulate_acc|force_num_accepted)"
+    r"|tp_size|tensor_parallel|^port$|max_running|max_num_seqs|context_length|max_model_len|quantization|synthetic|rejection|(?i:simulate_acc|force_num_accepted)|VLLM_ATTENTION"
 )
 
 _SETTING = re.compile(
@@ -114,7 +118,7 @@ class Server:
         if self.engine == "sglang":
             self.args = {"speculative_algorithm": "ALGORITHM"} | self.args | {rows: str(k + 1)}
         elif self.engine == "llamacpp":
-            self.args = {"spec_type": "TYPE"} | self.args | {"spec_draft_n_max": str(k)}
+            self.args = {"spec_type": self.named.get("drafter", "TYPE")} | self.args | {"spec_draft_n_max": str(k)}
         elif self.engine == "vllm":
             self.settings |= {"num_speculative_tokens": k}
 
@@ -126,17 +130,19 @@ class Server:
     def imposed(self) -> bool:
         """Whether the server was told which acceptance to have."""
         switches = [text for name, text in self.args.items() if _IMPOSED.search(name)]
-        given = any(not text.startswith("-") for text in switches)  # a negative length switches SGLang's off
+        given = any(not re.fullmatch(r"-.*|[0.]+", text) for text in switches)  # off at 0 and below
         return given or self.args.get("rejection_sample_method") == "synthetic"
 
 
-def _is_setting(name: str) -> bool:
+def is_setting(name: str) -> bool:
+    """Whether it is a speculative setting of vLLM that is kept."""
     return name == "num_spec_tokens" or _SETTING.fullmatch(name) is not None
 
 
-def tells_of_server(text: str) -> bool:
-    """Whether a text may hold a line that `Server.take_line` understands."""
-    return any(mark in text for mark in ("NVIDIA ", "RTX ", *_ARGUMENT_LINES, *(f.has for f in formats("server"))))
+@functools.cache
+def server_marks() -> tuple[str, ...]:
+    """Texts, one of which every line holds that `Server.take_line` understands."""
+    return ("NVIDIA ", "RTX ", *_ARGUMENT_LINES, *(item.has for item in formats("server")))
 
 
 def begins_server(text: str) -> bool:
@@ -178,7 +184,7 @@ def parse_launch(line: str, version: str | None) -> tuple[Server, list[str]]:
     program = max(program, module)
     values: dict[str, Any] = {match[1]: match[2] for word in words if (match := _ENVIRONMENT.fullmatch(word))}
     flags = list(values)
-    for word, after in zip(words[program:], [*words[program + 1 :], ""], strict=True):
+    for i, (word, after) in enumerate(itertools.pairwise([*words[program:], ""]), start=program):
         if word.startswith("--") or re.fullmatch(r"-[a-z]{1,4}|-O", word):
             name, mark, value = word.partition("=")
             head, dot, inner = name.partition(".")
@@ -186,6 +192,8 @@ def parse_launch(line: str, version: str | None) -> tuple[Server, list[str]]:
                 head = f"--{head.strip('-').replace('_', '-')}"
             flags.append(f"{head}{dot}{inner}")
             text = value if mark else ("true" if after.startswith("--") or not after else after)
+            several = itertools.takewhile(str.isdecimal, words[i + 1 :]) if not mark else ()
+            text = " ".join(several) or text  # graph sizes
             key = "compilation_config" if head == "-O" else head.strip("-").replace("-", "_")
             if dot:
                 known = load_json(text)
@@ -198,7 +206,7 @@ def parse_launch(line: str, version: str | None) -> tuple[Server, list[str]]:
                 raise InputError(f"launch: {name}: wanted JSON, got {error}") from error
             if key == "speculative_config" and not isinstance(values[key], dict):
                 raise InputError(f"launch: {name}: wanted a JSON object, got {value if mark else after!r}")
-    flags += [f"speculative_config.{name}" for name in values.get("speculative_config", ()) if not _is_setting(name)]
+    flags += [f"speculative_config.{name}" for name in values.get("speculative_config", ())]
     if after := next((words[i + 1] for i, word in enumerate(words[:-1]) if i >= program and word[-5:] == "serve"), ""):
         values |= {} if "model" in values or after.startswith("-") else {"model": after}
     server = Server(engine=engine, version=version)

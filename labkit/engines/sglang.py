@@ -152,8 +152,7 @@ class Log:
         if record.prefill_mixed and (silence := _seconds(rank.last, record.time)) > _SILENT_S:
             record.details["silent_s"] = silence
             record.warn(f"no decode line for {silence:.0f} s while prefill ran: decoding was starved, means hide it")
-        if batch is not None and rank.batch not in (None, batch):
-            record.details["batch_changed"] = True
+        record.running_before(rank.batch)
         rank.restart(record.time, batch)
 
     def ready(self, at_end: bool = False) -> list[Record]:

@@ -62,7 +62,8 @@ def _column(values: list[Any]) -> list[Any]:
 
 def _cell(value: Any) -> Any:
     if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode()  # JSON may hold half of a surrogate pair
+        # JSON may hold half of a surrogate pair.
+        return value if value.isascii() else value.encode("utf-8", "replace").decode()
     if isinstance(value, list) and not any(isinstance(item, dict) for item in value):
         return [_cell(item) for item in value]
     return json.dumps(value) if isinstance(value, dict | list) else value

@@ -160,14 +160,15 @@ def _json_keys() -> tuple[tuple[Format, list[tuple[str, str]]], ...]:
 
 
 @functools.cache
-def _json_marks() -> tuple[str, ...]:
+def json_marks() -> tuple[str, ...]:
+    """Keys, one of which JSON text holds where it holds an object of a known format or a server's arguments."""
     marks = {keys[0][0].rpartition(".")[2] for _, keys in _json_keys()} | {"attention_backend", "vllm_config"}
     return tuple(f'"{mark}"' for mark in sorted(marks))
 
 
 def may_match(text: str) -> bool:
     """Whether JSON text may hold an object of a known format or a server's arguments: a look before it is parsed."""
-    return any(mark in text for mark in _json_marks())
+    return any(mark in text for mark in json_marks())
 
 
 def match_json(node: Mapping[str, Any]) -> tuple[Format, Record] | None:

@@ -94,7 +94,7 @@ class _Events:
 
     def __init__(self, source: Input):
         names: dict[tuple[str, str], int] = {}
-        times = {side: [array("d") for _ in range(3)] for side in ("gpu", "cpu")}
+        times: dict[str, list[Any]] = {side: [array("d"), array("d"), array("i")] for side in ("gpu", "cpu")}
         ranges: dict[str, list[Phase]] = {"gpu": [], "cpu": []}
         patterns = _table("range")
         for event in events(source):
@@ -116,15 +116,17 @@ class _Events:
                 if len(times["gpu"][0]) + len(times["cpu"][0]) > MAX_EVENTS:
                     raise InputError(f"{source.name}: more than {MAX_EVENTS} kernels; record fewer steps")
         self.side = "gpu" if times["gpu"][0] else "cpu"
-        begins, lengths, numbers = map(np.array, times[self.side])
-        order = np.lexsort((-lengths, begins))
         self.names, self.ranges = list(names), sorted(ranges[self.side] or ranges["cpu"])
-        self.begins, self.lengths, self.numbers = begins[order], lengths[order], numbers[order].astype(int)
+        kept = times.pop(self.side)  # each is given up as it is put in order: millions of kernels
+        order = np.lexsort((-np.asarray(kept[1]), np.asarray(kept[0])))
+        self.begins, self.lengths, self.numbers = (np.asarray(kept.pop(0))[order] for _ in range(3))
         ends = self.begins + self.lengths
-        before = np.concatenate([[-np.inf], np.maximum.accumulate(ends)[:-1]]) if len(ends) else ends
-        # Operators inside others are in their time already; overlapping streams of a device count once.
-        self.busy = np.maximum(ends - np.maximum(self.begins, before), 0)
+        before = np.full_like(ends, -np.inf)
+        np.maximum.accumulate(ends[:-1], out=before[1:])
         self.shown = (ends > before) | (self.side == "gpu")
+        # Operators inside others are in their time already; overlapping streams of a device count once.
+        ends -= np.maximum(self.begins, before, out=before)
+        self.busy = np.maximum(ends, 0, out=ends)
 
     def phases(self) -> list[Phase]:
         """Phases in order of time, from ranges, else from kernels that mark a boundary."""

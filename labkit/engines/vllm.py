@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from labkit.engines.record import Record, difference
+from labkit.engines.roles import speculative_tokens
+from labkit.engines.server import Server
 from labkit.engines.tables import from_histogram, number, numbers
 
 _TIME = re.compile(r"\b(\d\d-\d\d \d\d:\d\d:\d\d)\b")
@@ -13,17 +15,18 @@ _LENGTH = 0.006  # two printed decimals
 
 
 class Log:
-    """Speculative lines to records, joined with the throughput lines printed since the last one."""
+    """Throughput and speculative lines: one window where both came, plain decode where no speculative line followed."""
 
-    def __init__(self) -> None:
-        self.companions: dict[str, Record] = {}
+    def __init__(self, server: Server) -> None:
+        self.server, self.drafted = server, False  # whether a speculative line came
+        self.companions: dict[str, Record] = {}  # the last throughput line of each engine, if it is of no window yet
+        self.running: dict[str, float] = {}
         self.totals: Record | None = None
         self.kv_tokens: float | None = None
-        self.batch: float | None = None
 
     def forget(self) -> None:
         """Lines were passed over: the throughput lines before that belong to no line after it."""
-        self.companions, self.batch = {}, None
+        self.companions, self.running = {}, {}
 
     def v1(self, record: Record, values: Mapping[str, str], text: str) -> list[Record]:
         """A window; steps, k and the bonus are settled by arithmetic."""
@@ -44,13 +47,41 @@ class Log:
         _compare(record, "acceptance rate", rate, None if kept is None else kept / drafted)
         window = difference(self.totals, record) if self.totals else None
         self.totals = record.derive()
-        return [record] + ([self._join(window, text)] if window else [])
+        if window:
+            return [record, self._join(window, text)]
+        self.companions = {}  # they are of this line
+        return [record]
 
     def throughput(self, record: Record, values: Mapping[str, str], text: str) -> list[Record]:
-        """Printed just before the speculative line, one per engine."""
+        """Printed just before the speculative line, one per engine: the line before it, if still here, was of none."""
         match = _ENGINE.search(text)
-        self.companions[match[1] if match else "0"] = record
-        return []
+        name, record.time = match[1] if match else "0", _time(text)
+        done = self._plain(name, self.companions[name]) if name in self.companions else []
+        self.companions[name] = record
+        return done
+
+    def ready(self) -> list[Record]:
+        """The last windows; a file that ends after a throughput line may have lost the speculative one."""
+        lines, self.companions = self.companions, {}
+        return [found for name, line in lines.items() for found in self._plain(name, line, cut=self.drafted)]
+
+    def _plain(self, name: str, record: Record, cut: bool = False) -> list[Record]:
+        """The window of a throughput line alone; none where nothing ran."""
+        first = name not in self.running
+        self._load(record, {name: record})
+        if not (record.batch_size or record.output_tokens_per_s):
+            return []
+        if not record.output_tokens_per_s:
+            record.warn(f"no token in this window while {record.batch_size:g} requests ran: prefill or a stall")
+        elif cut or self.totals or (speculative_tokens(self.server) and not self.drafted):
+            record.warn("no speculative line here, though drafts are on: it was left out of the log, or none ran")
+        else:
+            record.mean_acceptance_length = 1.0
+            record.definition = "plain decode: no speculative line with this one, one token per step and request"
+            if first:
+                record.details["after_idle"] = True
+                record.warn("nothing before this line tells how much of its window was idle: no step time from it")
+        return [record.derive()]
 
     def cache_size(self, record: Record, values: Mapping[str, str], text: str) -> list[Record]:
         """Tokens that the cache holds: with its usage, the mean context."""
@@ -58,24 +89,28 @@ class Log:
         return []
 
     def _join(self, record: Record, text: str) -> Record:
-        record.time = match[1] if (match := _TIME.search(text)) else None
-        lines, self.companions = list(self.companions.values()), {}
+        record.time, self.drafted = _time(text), True
+        lines, self.companions = self.companions, {}
         if lines:
-            rate = sum(line.output_tokens_per_s or 0 for line in lines)
-            batch = sum(line.batch_size or 0 for line in lines)
-            record.batch_size, record.output_tokens_per_s = batch or None, rate or None
-            if self.batch not in (None, batch):
-                record.details["batch_changed"] = True
-            self.batch = batch
-            # A prompt token costs far less than a generated one: fewer of them than generated ones do not show.
-            record.prefill_mixed = sum(line.details.get("prompt_tokens_per_s", 0) for line in lines) > rate
-            record.details["num_queued"] = sum(line.details.get("num_queued", 0) for line in lines)
-            if self.kv_tokens and batch:
-                used = sum(line.details.get("kv_usage", 0) for line in lines)
-                record.context_len = used * self.kv_tokens / batch
-                record.details["context_len_from"] = "KV cache usage x cache size / running"
+            self._load(record, lines)
             self._zero_draft_steps(record)
         return record.derive()
+
+    def _load(self, record: Record, lines: Mapping[str, Record]) -> None:
+        """What the throughput lines of a window tell, summed over engines."""
+        rate = sum(line.output_tokens_per_s or 0 for line in lines.values())
+        batch = sum(line.batch_size or 0 for line in lines.values())
+        known = [self.running.get(name) for name in lines]
+        self.running |= {name: line.batch_size or 0.0 for name, line in lines.items()}
+        record.batch_size, record.output_tokens_per_s = batch or None, rate or None
+        record.running_before(None if None in known else sum(filter(None, known)))
+        # A prompt token costs far less than a generated one: fewer of them than generated ones do not show.
+        record.prefill_mixed = sum(line.details.get("prompt_tokens_per_s", 0) for line in lines.values()) > rate
+        record.details["num_queued"] = sum(line.details.get("num_queued", 0) for line in lines.values())
+        if self.kv_tokens and batch:
+            used = sum(line.details.get("kv_usage", 0) for line in lines.values())
+            record.context_len = used * self.kv_tokens / batch
+            record.details["context_len_from"] = "KV cache usage x cache size / running"
 
     def _zero_draft_steps(self, record: Record) -> None:
         """S = generated - accepted tokens of the window: equal to S1 where every step had a draft."""
@@ -85,6 +120,10 @@ class Log:
             if abs(generated - accepted - steps) <= 0.02 * steps + 1:
                 record.num_verify_steps, record.zero_draft_steps = steps, "counted"
                 record.details["steps_from"] = "generation throughput = accepted + drafts: no step without a draft"
+
+
+def _time(text: str) -> str | None:
+    return match[1] if (match := _TIME.search(text)) else None
 
 
 def settle_v1(record: Record, printed: float | None) -> None:

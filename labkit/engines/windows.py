@@ -1,14 +1,18 @@
 """The windows of a log, apart by server, engine and plain decode; which of them a diagnosis is about."""
 
 import random
+import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import Any
 
 from labkit.engines.record import Record
 from labkit.engines.server import Server
 
+# SGLang sets its limit of running requests by itself where it drafts.
+_DRAFTS = re.compile("spec|draft|^method$|prompt_lookup|suffix|synth|rejection|max_running|(?i:simulate|force_num)")
 _FACTS = attrgetter("version", "model", "args", "named")  # what makes it another server than one before
 
 
@@ -51,25 +55,54 @@ def grouped(records: Iterable[Record], server: Server, limit: int) -> Groups:
     return found
 
 
-def judged(groups: Groups, server: Server) -> tuple[Group, bool, list[str]]:
-    """Windows of the last server of the main engine (``server`` becomes it), are they plain, and what was left out."""
+@dataclass
+class Judged:
+    """What a diagnosis is about: the windows, whether they are plain, plain ones of the same server, what to say."""
+
+    group: Group
+    is_plain: bool = False
+    plain: list[Record] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def judged(groups: Groups, server: Server) -> Judged:
+    """Windows of the last server of the main engine; ``server`` becomes it.
+
+    A server that was launched with other speculation, or none, and is the same otherwise is that server too.
+    """
     sizes, notes = Counter[str](), list[str]()
     for (_, name, _), group in groups.items():
         sizes[name] += group.count
     if not sizes:
-        return Group(), False, notes
+        return Judged(Group())
     engine = sizes.most_common(1)[0][0]
     if others := [f"{name} ({count} windows)" for name, count in sizes.items() if name != engine and count]:
         notes.append(f"several engines: {engine} has most windows and is judged; left out: {', '.join(others)}")
     own = {key: group for key, group in groups.items() if key[1] == engine}
-    place = max(own, key=lambda key: (own[key].last, bool(own[key].total), key[0]))[0]
-    if before := {key: group for key, group in own.items() if key[0] != place and group.count}:
-        count, spans = len({key[0] for key in before}) + 1, ", ".join(f"{g.first}-{g.last}" for g in before.values())
+    servers = [*server.past, server]
+    by_time = sorted(own, key=lambda key: (own[key].last, bool(own[key].total), key[0]))
+    kin = {key[0] for key in by_time if _but_drafts(servers[key[0]]) == _but_drafts(servers[by_time[-1][0]])}
+    drafted = [key for key in by_time if key[0] in kin and not key[2] and (own[key].count or own[key].total)]
+    place = (drafted or by_time)[-1][0]
+    plain = [key for key in by_time if key[2] and key[0] in kin and own[key].count]
+    kin = {place, *(key[0] for key in plain)}
+    if before := {key: group for key, group in own.items() if key[0] not in kin and group.count}:
+        count = len({key[0] for key in before}) + 1
+        spans = ", ".join(f"{group.first}-{group.last}" for group in before.values())
         notes.append(f"the log holds {count} servers; the last one is judged; windows {spans} belong to those before")
-    mine = [*server.past, server][place]
-    mine = mine if mine.engine in ("", engine) else Server(gpu=server.gpu)
+    mine = servers[place] if servers[place].engine in ("", engine) else Server(gpu=server.gpu)
     vars(server).update(vars(mine) | {"engine": engine})
-    plain, drafted = (own.get((place, engine, is_plain), Group()) for is_plain in (True, False))
-    if drafted.count or drafted.total or not plain.count:
-        return drafted, False, notes + [f"{plain.count} windows of plain decode were left out"] * bool(plain.count)
-    return plain, True, notes
+    if plain and not drafted:
+        return Judged(own[place, engine, True], True, notes=notes)
+    base = [record for key in plain for record in own[key].kept]
+    if plain:
+        launches = ", also of launches that differ in speculation only," if kin != {place} else ""
+        notes.append(f"{len(base)} windows of plain decode{launches} are the baseline")
+    return Judged(own.get((place, engine, False), Group()), False, base, notes)
+
+
+def _but_drafts(server: Server) -> tuple[Any, ...]:
+    """The facts of a server without those of its speculation."""
+    args = {name: text for name, text in server.args.items() if not _DRAFTS.search(name)}
+    named = {name: text for name, text in server.named.items() if not name.startswith("draft")}
+    return server.version, server.model, args, named
