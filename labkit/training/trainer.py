@@ -97,7 +97,8 @@ class Trainer:
             self.say(f"{len(answers)} answers of an earlier run in {stored.name}")
         else:
             answers = self._answers(stops)
-            data.write_answers(stored, answers)
+            if answers:
+                data.write_answers(stored, answers)
         self.answers = data.usable(answers)
         if not self.answers:
             found = f"none of {len(answers)} answers has 16 tokens and varies"
