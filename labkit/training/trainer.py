@@ -97,8 +97,10 @@ class Trainer:
             self.say(f"{len(answers)} answers of an earlier run in {stored.name}")
         else:
             answers = self._answers(stops)
-            if answers:
-                data.write_answers(stored, answers)
+            if not answers:
+                limit = _GENERATION_SHARE * self.budget_s
+                raise InputError(f"--budget: no text within {limit:.0f} s of {self.budget_s:.0f}; wanted more time")
+            data.write_answers(stored, answers)
         self.answers = data.usable(answers)
         if not self.answers:
             found = f"none of {len(answers)} answers has 16 tokens and varies"
