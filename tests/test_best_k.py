@@ -256,7 +256,7 @@ def test_a_missing_side_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="want loop or step runs for the cost; found acceptance"):
         recommend([path])
     (path,) = write_runs(tmp_path / "other", CPU, ("loop",))
-    with pytest.raises(InputError, match="want acceptance runs, or --acceptance-length"):
+    with pytest.raises(InputError, match="want acceptance runs too, or --acceptance-length"):
         recommend([path])
     assert not recommend([path], acceptance_length="2").best.empty
 

@@ -17,9 +17,9 @@ from labkit.decide.capacity import AXES, Capacity, memory_gb
 from labkit.decide.composed import stored_acceptance, stored_costs
 from labkit.decide.forward_costs import FREE
 from labkit.decide.surface import verdict_surface
-from labkit.decide.verdict import acceptance_notes, parse_length
+from labkit.decide.verdict import acceptance_notes, judging_options, parse_length
 from labkit.errors import InputError
-from labkit.results import experiments_in, read_sidecar, run_files
+from labkit.results import read_sidecar, run_files
 from labkit.rows import plain_record
 from labkit.shapes import model_shape
 
@@ -168,11 +168,8 @@ def recommend(
 
     Raises InputError: no cost run, nothing that joins, no acceptance, or `where` names no column or keeps nothing.
     """
-    present = experiments_in(*paths)
     rows = stored_costs(paths)
-    if acceptance_length is None and "acceptance" not in present:
-        raise InputError("acceptance: want acceptance runs, or --acceptance-length X; found neither")
-    acceptance: Any = parse_length(acceptance_length) if acceptance_length else stored_acceptance(paths)
+    acceptance: Any = stored_acceptance(paths) if acceptance_length is None else parse_length(acceptance_length)
     cells = verdict_surface(rows, acceptance, acceptance_from=acceptance_from, baseline=baseline).result.cells
     kept = keep_where(cells, where)
     large = pd.concat([_ran_out(rows, kept), _cannot_fit(rows, kept, paths)], ignore_index=True)
@@ -227,8 +224,8 @@ def _cannot_fit(rows: pd.DataFrame, cells: pd.DataFrame, paths: Sequence[Path | 
             k = int(setting.pop("num_speculative_tokens"))
             with contextlib.suppress(InputError):  # no shape, no memory or no such dtype: nothing is claimed
                 room = _room(setting, device.get("memory_mib"), max(grid.get("num_gpus", [1])))
-                for place in product(*(grid.get(name, ()) for name in _PLACE)):
-                    cell = room.cell(*place, k)
+                for place in product(grid.get("context_len", ()), grid.get("batch_size", ())):
+                    cell = room.cell(place[0], place[1], k)
                     new = (setting["gpu"], setting["target"], setting["weight_dtype"], *place) not in seen
                     if new and not cell["fits"]:
                         values = {name: cell[name] for name in (*_PLACE, "needed_gb", "free_gb", "reason")}
@@ -275,13 +272,7 @@ def run_from_arguments(arguments: argparse.Namespace) -> tuple[dict[str, Any], s
     """`labkit best-k`."""
     if arguments.emit and arguments.json:
         raise InputError("--emit prints flags, --json the table: wanted one of them")
-    found = recommend(
-        arguments.paths,
-        acceptance_length=arguments.acceptance_length,
-        acceptance_from=arguments.acceptance_from,
-        baseline=arguments.baseline,
-        where=arguments.where,
-    )
+    found = recommend(arguments.paths, **judging_options(arguments))
     if not arguments.emit:
         return found.to_dict(), found.to_text(), 0
     print(found.flags(arguments.emit))

@@ -34,6 +34,12 @@ def parse_length(text: str) -> float | tuple[float, float, float]:
     return values[0] if len(values) == 1 else (values[0], values[1], values[2])
 
 
+def judging_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options that `labkit breakeven` and `labkit best-k` have in common."""
+    names = ("acceptance_length", "acceptance_from", "baseline", "where")
+    return {name: getattr(arguments, name) for name in names}
+
+
 def verdict_from_files(
     cost_paths: Sequence[Path | str],
     *,
@@ -177,14 +183,7 @@ def run_from_arguments(arguments: argparse.Namespace) -> tuple[dict[str, Any], s
 
     if arguments.out:
         check_out(arguments.out, FORMATS)
-    result = verdict_from_files(
-        arguments.cost,
-        acceptance_paths=arguments.acceptance,
-        acceptance_length=arguments.acceptance_length,
-        acceptance_from=arguments.acceptance_from,
-        baseline=arguments.baseline,
-        where=arguments.where,
-    )
+    result = verdict_from_files(arguments.cost, acceptance_paths=arguments.acceptance, **judging_options(arguments))
     if arguments.out:
         write_table(result, arguments.out)
     return result.to_dict(), render(result, everything=arguments.all), 0
