@@ -54,8 +54,9 @@ def ok_rows(df: pd.DataFrame, what: str, columns: Iterable[str]) -> pd.DataFrame
 
 
 def fixed_context(rows: pd.DataFrame) -> pd.DataFrame:
-    """The loop rows that are costs: those of runs at a fixed context (all drafts rejected, origin forced)."""
-    return rows[rows["origin"] == "forced"]
+    """The loop rows that are costs: those at a fixed context (all drafts rejected, origin forced), no generations."""
+    kept = rows["origin"] == "forced"
+    return rows[kept & rows["imposed_acceptance"].isna()] if "imposed_acceptance" in rows else rows[kept]
 
 
 def distinct(df: pd.DataFrame, column: str) -> list[Any]:
