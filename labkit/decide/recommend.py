@@ -108,8 +108,9 @@ class Recommendation:
         open_cells = int((~self.best["decided"].astype(bool)).sum())
         comment = f"# k = {k} loses least over {len(self.best)} cells; {open_cells} of them undecided (? in the table)"
         origins = sorted(set(self.best["origin"].dropna()) - {"measured"})
-        comment += f"; acceptance partly {', '.join(origins)}" if origins else ""
-        return "\n".join([comment, *(f"# {note}" for note in acceptance_notes(self.best)), chosen])
+        comment += f"; acceptance of some {', '.join(origins)}" if origins else ""
+        imposed = ["an imposed length is the same at every k, which favours the smallest"] * ("forced" in origins)
+        return "\n".join([comment, *(f"# {note}" for note in (*imposed, *acceptance_notes(self.best))), chosen])
 
     def one_setting(self) -> tuple[dict[str, Any], int]:
         """The one setting and the k that loses least everywhere. Raises InputError where there are several settings."""
@@ -194,7 +195,7 @@ def _kept(table: pd.DataFrame, conditions: Sequence[str]) -> pd.DataFrame:
 
 def _ran_out(rows: pd.DataFrame, cells: pd.DataFrame) -> pd.DataFrame:
     """The points of the settings of ``cells`` that ran out of memory."""
-    large = rows[rows["status"] == "oom"].copy()
+    large = rows[rows["status"] == "oom"].assign(**{name: None for name in _OWN if name not in rows})
     if "backend" in large:  # of a step row; who drafts beside a forward of the target alone is free
         large["verify_backend"] = large["verify_backend"].fillna(large["backend"])
         large["drafter"] = large["drafter"].mask(large["experiment"].eq("step") & large["drafter"].eq("none"), FREE)
@@ -251,8 +252,8 @@ def engine_flags(engine: str, drafter: str, k: int) -> str:
         raise InputError(f"--emit: want one of {', '.join(ENGINES)}, got {engine!r}")
     if k == 0:
         return f"# {engine}: no speculative flags; plain decode is faster on average"
-    if drafter == FREE:
-        raise InputError("--emit: no drafter was measured, only verify; select one with --where drafter=NAME")
+    if drafter in (FREE, "one layer"):
+        raise InputError(f"--emit: {drafter!r} is a cost without a drafter; select one with --where drafter=NAME")
     known = next((names for name, names in METHODS.items() if drafter.lower().startswith(name)), None)
     method, path = (known or MODEL)[engine], None if drafter == "ngram" else f"<folder of {drafter}>"
     if engine == "sglang":
