@@ -350,3 +350,20 @@ def test_the_largest_context_agrees_with_the_cells():
 def test_flags_and_json_contradict(stored: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["best-k", str(stored), "--emit", "vllm", "--json"]) == 2
     assert "--emit prints flags, --json the table" in capsys.readouterr().err
+
+
+def test_flags_from_an_imposed_length_say_what_it_favours(stored: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    where = ["--where", "verify_backend=sdpa"]
+    assert main(["best-k", str(stored / "loop"), "--acceptance-length", "2", "--emit", "vllm", *where]) == 0
+    assert "# an imposed length is the same at every k, which favours the smallest" in capsys.readouterr().out
+
+
+def test_step_runs_alone_give_a_table_and_no_flags_for_a_cost_without_a_drafter(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    where = ["--where", "target=random:hybrid-27b", "drafter=one layer", "verify_backend=fa3"]
+    command = ["best-k", str(RUNS / "step"), "--acceptance-length", "2.5", *where]
+    assert main(command) == 0
+    assert "verify on fa3" in capsys.readouterr().out
+    assert main([*command, "--emit", "sglang"]) == 2
+    assert "'one layer' is a cost without a drafter" in capsys.readouterr().err
