@@ -19,6 +19,7 @@ from labkit.decide.recommend import _room, engine_flags, recommend
 from labkit.decide.step_costs import step_costs
 from labkit.errors import InputError
 from labkit.paths import RUNS
+from labkit.provenance import redact
 from labkit.shapes import model_shape
 from tests.synthetic import CPU, GPU, loop_rows, write_run_of, write_runs
 from tests.synthetic import acceptance_rows as synthetic_acceptance
@@ -235,8 +236,8 @@ def test_flags_count_the_root_where_the_engine_does() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--emit", "nosuch", "--where", "workload=prose", "verify_backend=sdpa"], "want one of sglang, vllm, trtllm"),
-        (["--emit", "sglang"], "want runs of one workload"),
+        (["--emit", "nosuch"], "want one of sglang, vllm, trtllm"),
+        (["--emit", "sglang"], "select with --where workload=VALUE verify_backend=VALUE"),
         (["--where", "nosuch=1"], "no such column"),
         (["--where", "workload=poetry"], "no cell is left"),
         (["--acceptance-length", "soon"], "wanted X or X,low,high"),
@@ -313,6 +314,7 @@ def test_capacity_knows_the_models_length_and_quantised_weights() -> None:
         (["--model", "qwen3-8b", "--gpu", "h200", "--set", "memory_share=1.5"], "above 0 up to 1"),
         (["--model", "qwen3-8b", "--gpu", "h200", "--set", "batch_size=0"], "values above 0"),
         (["--model", "qwen3-8b", "--gpu", "h200", "--set", "kv_dtype=int3"], "dtype must be one of"),
+        (["--model", "qwen3-8b", "--gpu", "h200", "--set", "weight_gb=-3"], "wanted 0 (the shape's own) or more"),
     ],
 )
 def test_capacity_refuses_in_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -367,3 +369,9 @@ def test_step_runs_alone_give_a_table_and_no_flags_for_a_cost_without_a_drafter(
     assert "verify on fa3" in capsys.readouterr().out
     assert main([*command, "--emit", "sglang"]) == 2
     assert "'one layer' is a cost without a drafter" in capsys.readouterr().err
+
+
+def test_text_about_tokens_is_not_taken_for_a_secret() -> None:
+    """What is printed in a notebook is redacted; "token = 1" would be."""
+    text = render(capacity("llama-3-8b", "h200-sxm"))
+    assert redact(text) == text

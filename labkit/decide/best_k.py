@@ -106,7 +106,8 @@ def best_k(cells: pd.DataFrame) -> pd.DataFrame:
     """
     known = cells[cells["speedup"].notna()]
     if known.empty:
-        raise InputError("best k: want cells with a speed-up; none has both a cost and an acceptance length")
+        why = f" ({cells['reason'].iloc[0]})" if len(cells) else ""
+        raise InputError(f"best k: want cells with a speed-up; none has both a cost and an acceptance length{why}")
     records = []
     for key, rows in known.groupby(CELL, dropna=False, sort=True):
         best = rows.iloc[int(rows["speedup"].to_numpy(float).argmax())]

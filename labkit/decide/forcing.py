@@ -29,8 +29,9 @@ def forcing_check(
     rounds repeat a prompt, per group. These units are resampled. Context differs a little inside a unit, which is part
     of the spread.
 
-    Returns verify_backend, num_drafted_tokens, part, ratio, low, high, num_units, neutral (the interval lies within
-    1 +- `NEUTRAL`, or holds 1) and resolved (it is narrower than +- 5%, so that neutral means something). Raises
+    Returns verify_backend, num_drafted_tokens, part, ratio, low, high, rejected_ms (of steps that keep none),
+    num_units, neutral (the interval lies within 1 +- `NEUTRAL`, or holds 1) and resolved (it is narrower than +- 5%, so
+    that neutral means something). Raises
     InputError: no unit has both kinds of step.
     """
     rows = ok_rows(loop_rows, "loop", NEEDED)
@@ -48,7 +49,12 @@ def forcing_check(
                 neutral = found["low"] <= 1 <= found["high"]
                 neutral |= found["low"] > 1 - NEUTRAL and found["high"] < 1 + NEUTRAL
                 resolved = bool(found["high"] / found["low"] < RESOLVED)
-                told = {"num_units": len(logs), "neutral": bool(neutral), "resolved": resolved}
+                told = {
+                    "rejected_ms": float(none.median()),
+                    "num_units": len(logs),
+                    "neutral": bool(neutral),
+                    "resolved": resolved,
+                }
                 records.append(place | {"part": part} | found | told)
     if not records:
         raise InputError("forcing: want steps that keep all drafts and steps that keep none in one group; found none")

@@ -117,9 +117,8 @@ class Recommendation:
         if len(keys := self.regret[SETTING].drop_duplicates()) > 1:
             varying = [name for name in SETTING if keys[name].nunique(dropna=False) > 1]
             values = ", ".join(sorted({str(value) for value in keys[varying[0]]}))
-            raise InputError(
-                f"--emit: want runs of one {varying[0]}, got {values}; select with --where {varying[0]}=VALUE"
-            )
+            select = " ".join(f"{name}=VALUE" for name in varying)
+            raise InputError(f"--emit: want runs of one {varying[0]}, got {values}; select with --where {select}")
         best = self.regret.sort_values(["mean_regret", "num_speculative_tokens"]).iloc[0]
         return dict(keys.iloc[0]), int(best["num_speculative_tokens"])
 
@@ -243,13 +242,18 @@ def _room(setting: Mapping[Hashable, Any], memory_mib: float | None, num_gpus: i
     return Capacity(shape, None, size, AXES["memory_share"][0], weight, kv, weight, num_gpus, 0.0)
 
 
+def check_engine(engine: str) -> None:
+    """Raise InputError for an engine whose flags are not known."""
+    if engine not in ENGINES:
+        raise InputError(f"--emit: want one of {', '.join(ENGINES)}, got {engine!r}")
+
+
 def engine_flags(engine: str, drafter: str, k: int) -> str:
     """Launch flags that draft k tokens with one chain; without speculation a comment.
 
     SGLang counts the root in its draft tokens (k+1), vLLM and TensorRT-LLM do not. Raises InputError: unknown engine.
     """
-    if engine not in ENGINES:
-        raise InputError(f"--emit: want one of {', '.join(ENGINES)}, got {engine!r}")
+    check_engine(engine)
     if k == 0:
         return f"# {engine}: no speculative flags; plain decode is faster on average"
     if drafter in (FREE, "one layer"):
@@ -273,6 +277,8 @@ def run_from_arguments(arguments: argparse.Namespace) -> tuple[dict[str, Any], s
     """`labkit best-k`."""
     if arguments.emit and arguments.json:
         raise InputError("--emit prints flags, --json the table: wanted one of them")
+    if arguments.emit:
+        check_engine(arguments.emit)
     found = recommend(arguments.paths, **judging_options(arguments))
     if not arguments.emit:
         return found.to_dict(), found.to_text(), 0

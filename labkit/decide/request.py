@@ -57,7 +57,7 @@ def request_table(
 
     Returns context_len, batch_size, num_speculative_tokens, drafter, verify_backend, workload, decode_ms, prefill_ms,
     draft_prefill_ms, turning_length with _low and _high (from the interval of the speed-up), and one column
-    ``at_<n>`` per output length.
+    ``at_<n>`` per output length. Raises InputError: neither prefill was measured anywhere.
     """
     by_key = {tuple(cost.key.values()): cost for cost in costs}
     names = list(costs[0].key) if costs else []
@@ -78,7 +78,10 @@ def request_table(
         for tokens in output_tokens:
             record[f"at_{tokens}"] = request_speedup(cell["speedup"], tokens, **times) if known else np.nan
         records.append(record)
-    return pd.DataFrame(records)
+    table = pd.DataFrame(records)
+    if records and table[["prefill_ms", "draft_prefill_ms"]].isna().all(axis=None):
+        raise InputError("request: no prefill was measured beside these costs")
+    return table
 
 
 def _prefill(rows: pd.DataFrame, cell: dict[Any, Any], *, drafter: bool) -> float:
