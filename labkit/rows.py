@@ -59,6 +59,14 @@ def fixed_context(rows: pd.DataFrame) -> pd.DataFrame:
     return rows[kept & rows["imposed_acceptance"].isna()] if "imposed_acceptance" in rows else rows[kept]
 
 
+def matching(df: pd.DataFrame, values: Mapping[Any, Any]) -> pd.DataFrame:
+    """The rows that hold these values, of the columns that are there; a missing one equals a missing one."""
+    for name, value in values.items():
+        if name in df:
+            df = df[df[name].isna() if is_missing(value) else df[name] == value]
+    return df
+
+
 def distinct(df: pd.DataFrame, column: str) -> list[Any]:
     """Sorted distinct values of a column, missing ones left out; empty where the column does not exist."""
     return sorted(df[column].dropna().unique().tolist()) if column in df else []

@@ -683,4 +683,4 @@ def test_the_compact_listing_tells_of_an_imposed_length_above_k_plus_1() -> None
     result = breakeven(pd.concat([cost_rows(world) for world in worlds], ignore_index=True), 3.0)
     assert len(result.cells) > 40
     few = int((result.cells["num_speculative_tokens"] == 1).sum())
-    assert f"imposed length 3 exceeds k+1 = 2 in {few} cells: not judged" in render(result)
+    assert f"k = 1 not judged in {few} of its cells: imposed length 3 exceeds the ceiling 2" in render(result)

@@ -8,10 +8,10 @@ from labkit.decide.best_k import SETTING
 from labkit.decide.published import load_published, published_table
 from labkit.decide.recommend import cell_text
 from labkit.decide.surface import Surface
-from labkit.plots.curves import matching_curves
+from labkit.plots.curves import matching_curves, turning_text
 from labkit.plots.style import format_tokens
 from labkit.plots.verdict import imposed_note
-from labkit.rows import listed
+from labkit.rows import listed, matching
 
 
 def best_table(surface: Surface) -> pd.DataFrame:
@@ -33,8 +33,7 @@ def draft_length_answer(surface: Surface) -> str:
     for key, rows in surface.regret.groupby(SETTING, dropna=False, sort=True):
         names: dict[str, Any] = dict(zip(SETTING, key, strict=True))
         best = rows.sort_values(["mean_regret", "num_speculative_tokens"]).iloc[0]
-        own = surface.best[surface.best["verify_backend"] == names["verify_backend"]]
-        own = own[own["workload"].isna() if pd.isna(names["workload"]) else own["workload"] == names["workload"]]
+        own = matching(surface.best, names)
         text = "imposed length" if pd.isna(names["workload"]) else str(names["workload"]).replace("_", " ")
         line = f"- verify on {names['verify_backend']}, {text}: k = {best['num_speculative_tokens']} everywhere"
         line += f" loses at most {best['worst_regret']:.0%} of the best speed-up"
@@ -58,11 +57,7 @@ def concurrency_answer(surface: Surface) -> str:
     for curve in surface.result.turning_points:
         where = f"verify on {curve['verify_backend']}, context {format_tokens(curve['context_len'])}, "
         where += f"k = {curve['num_speculative_tokens']}"
-        for crossing in curve["crossovers"]:
-            bounds = ["open" if crossing[side] is None else f"{crossing[side]:.0f}" for side in ("low", "high")]
-            claim = "up to" if crossing["direction"] == "pays below" else "from"
-            claim = f"pays {claim}" if crossing["decided"] else "undecided around"
-            lines.append(f"- {where}: {claim} {crossing['batch_size']:.0f} requests [{bounds[0]}, {bounds[1]}].")
+        lines += [f"- {where}: {turning_text(crossing)}." for crossing in curve["crossovers"]]
     groups: dict[tuple[str, str, int], list[str]] = {}
     for found, rows in matching_curves(surface.result.turning_points, cells):
         if not found["crossovers"]:

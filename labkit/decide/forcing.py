@@ -93,16 +93,17 @@ def all_reject_ratio(
         ratio, again = np.log(cost.step_ms[:, k] / decode_ms), np.log(rejected.step_ms[:, k] / decode_ms)
         known = np.isfinite(ratio) & np.isfinite(again)
         rng = generator(seed, "all-reject", *cost.key.values())
-        own = _interval(ratio[known], confidence, resamples, rng)
-        apart = _interval((again - ratio)[known], confidence, resamples, rng)
+        own, apart = (_interval(logs[known], confidence, resamples, rng) for logs in (ratio, again - ratio))
         names = ("verify_backend", "drafter", "context_len", "batch_size", "num_speculative_tokens")
         found: dict[str, Any] = {name: cost.key[name] for name in names}
-        found |= {"all_reject": float(np.exp(np.median(again[known]))), "relative_step_cost": own["ratio"]}
-        found |= {"relative_step_cost_low": own["low"], "relative_step_cost_high": own["high"]}
-        found |= {"difference": apart["ratio"] - 1, "difference_low": apart["low"] - 1}
-        found |= {"difference_high": apart["high"] - 1, "inside": apart["low"] <= 1 <= apart["high"]}
-        found["resolved"] = bool(apart["high"] / apart["low"] < RESOLVED)
-        records.append(found | {"num_rounds": int(known.sum())})
+        found |= {"all_reject": float(np.exp(np.median(again[known])))}
+        found |= {
+            "relative_step_cost" + end: value for end, value in zip(("", "_low", "_high"), own.values(), strict=True)
+        }
+        found |= {"difference" + end: v - 1 for end, v in zip(("", "_low", "_high"), apart.values(), strict=True)}
+        resolved = bool(apart["high"] / apart["low"] < RESOLVED)
+        found |= {"inside": apart["low"] <= 1 <= apart["high"], "resolved": resolved, "num_rounds": int(known.sum())}
+        records.append(found)
     return pd.DataFrame(records)
 
 

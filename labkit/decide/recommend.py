@@ -17,10 +17,10 @@ from labkit.decide.capacity import AXES, Capacity, memory_gb
 from labkit.decide.composed import stored_acceptance, stored_costs
 from labkit.decide.forward_costs import FREE
 from labkit.decide.surface import verdict_surface
-from labkit.decide.verdict import acceptance_notes, judging_options, parse_length
+from labkit.decide.verdict import acceptance_notes, judging_options, not_judged_lines, parse_length
 from labkit.errors import InputError
 from labkit.results import read_sidecar, run_files
-from labkit.rows import plain_record
+from labkit.rows import matching, plain_record
 from labkit.shapes import model_shape
 
 _OWN, _PLACE = ["gpu", "target", "drafter", "verify_backend"], ["context_len", "batch_size"]
@@ -67,8 +67,8 @@ class Recommendation:
         own = [*_OWN, *_DTYPES]
         judged = pd.MultiIndex.from_frame(self.best[own].astype(str))
         others = self.unjudged[~pd.MultiIndex.from_frame(self.unjudged[own].astype(str)).isin(judged)]
-        for (gpu, target, drafter), rows in others.groupby(_OWN[:3]):
-            parts.append(f"not judged: {gpu}, {target}, {drafter} drafter: {len(rows)} cells ({_first_reason(rows)})")
+        for names, rows in others.groupby(_OWN[:3]):
+            parts += [f"{', '.join(map(str, names))} drafter: {line}" for line in not_judged_lines(rows)]
         legend = "k: speed-up [95 % interval]; off: no k is faster than plain decode; ? = the interval holds 1"
         return "\n".join([*parts, legend])
 
@@ -76,26 +76,20 @@ class Recommendation:
         text = names["workload"] if isinstance(names["workload"], str) else "imposed length, the same at every k"
         about = f"{names['gpu']}, {names['target']}, {names['drafter']} drafter, {names['weight_dtype']} weights"
         lines = [f"{about}, {names['kv_dtype']} KV, verify on {names['verify_backend']}, {text}"]
-        own = [*_OWN, *_DTYPES]
-        large, open_cells = (
-            _of(table, {name: names[name] for name in own}) for table in (self.too_large, self.unjudged)
-        )
+        own = {name: names[name] for name in (*_OWN, *_DTYPES)}
+        large, open_cells = matching(self.too_large, own), matching(self.unjudged, own)
         texts = [rows.assign(text=[cell_text(row) for row in rows.to_dict("records")])]
         texts += [large.assign(text="does not fit")]
         texts += [cells.iloc[:1].assign(text=_open_text(cells)) for _, cells in open_cells.groupby(_PLACE)]
-        table = (
-            pd.concat([part[[*_PLACE, "text"]] for part in texts])
-            .drop_duplicates(_PLACE)
-            .astype(dict.fromkeys(_PLACE, int))
-        )
+        places = pd.concat([part[[*_PLACE, "text"]] for part in texts]).drop_duplicates(_PLACE)
+        table = places.astype(dict.fromkeys(_PLACE, int))
         table = table.pivot(index="context_len", columns="batch_size", values="text").fillna("not measured")
         lines.append(table.rename_axis(index="context", columns="batch").to_string())
-        for k, cells in open_cells.groupby("num_speculative_tokens"):
-            lines.append(f"  k = {k} not judged in {len(cells)} of its cells: {_first_reason(cells)}")
+        lines += [f"  {line}" for line in not_judged_lines(open_cells)]
         for row in large.to_dict("records"):
             lines.append(f"  context {row['context_len']:,.0f} x batch {row['batch_size']:.0f}: {row['reason']}")
         lines += [f"  {note}" for note in acceptance_notes(rows)]
-        for row in _of(self.regret, names).to_dict("records"):
+        for row in matching(self.regret, names).to_dict("records"):
             lost = f"loses {row['mean_regret']:.1%} on average, {row['worst_regret']:.1%} at worst"
             place = f"context {row['worst_context_len']:g}, batch {row['worst_batch_size']:g}"
             lines.append(f"  k = {row['num_speculative_tokens']} everywhere {lost} ({place})")
@@ -121,19 +115,6 @@ class Recommendation:
             raise InputError(f"--emit: want runs of one {varying[0]}, got {values}; select with --where {select}")
         best = self.regret.sort_values(["mean_regret", "num_speculative_tokens"]).iloc[0]
         return dict(keys.iloc[0]), int(best["num_speculative_tokens"])
-
-
-def _of(table: pd.DataFrame, values: Mapping[str, Any]) -> pd.DataFrame:
-    """The rows that hold these values; a missing one equals a missing one."""
-    for name, value in values.items():
-        table = table[table[name].isna() if pd.isna(value) else table[name] == value]
-    return table
-
-
-def _first_reason(cells: pd.DataFrame) -> str:
-    """Why most of the cells are not judged; how many other reasons there are."""
-    counts = cells["reason"].fillna("unknown").str.split("; ").str[0].value_counts()
-    return str(counts.index[0]) + (f"; {len(counts) - 1} more reasons in --json" if len(counts) > 1 else "")
 
 
 def _open_text(cells: pd.DataFrame) -> str:

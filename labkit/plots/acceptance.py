@@ -211,15 +211,9 @@ def figure_acceptance(
     stacked = width_in <= 5
     figure = new_figure(width_in, 6.2 if stacked else 2.9)
     axes = figure.subplots(*((3, 1) if stacked else (1, 3)), squeeze=False).ravel()
-    for ax, along, how, name in zip(
-        axes,
-        _ALONG,
-        (per_position, definition, definition),
-        ("by draft position", "by workload", "by context"),
-        strict=True,
-    ):
+    for ax, along, how in zip(axes, _ALONG, (per_position, definition, definition), strict=True):
         plot_acceptance(rows, along, ax=ax, definition=how, labels=labels, styles=styles)
-        ax.set_title(name)
+        ax.set_title(f"by {along.replace('position', 'draft position')}")
     add_header(figure, title, _describe(rows, k, labels))
     if definition == "pooled":
         mark = Line2D([], [], **MEAN_OF_PROMPTS)
