@@ -15,7 +15,7 @@ from labkit.breakeven import Breakeven
 from labkit.errors import InputError
 from labkit.plots.canvas import add_header, add_legend, bars, freeze_layout, marks, new_figure
 from labkit.plots.curves import matching_curves, turning_text
-from labkit.plots.labels import EndLabels
+from labkit.plots.labels import EndLabels, Notes
 from labkit.plots.panels import describe
 from labkit.plots.style import (
     MUTED,
@@ -213,13 +213,13 @@ def figure_concurrency(result: Breakeven, *, width_in: float = TEXT_WIDTH_IN) ->
             ax.plot(x, y, color=style.color)
             marks(ax, x, y, style, hollow=not origin_style(str(curve["origin"].iloc[0])).filled)
             ends.add(x[-1], y[-1], str(backend), color=style.color)
+        notes = Notes(ax)
         for turning, _ in matching_curves(result.turning_points, cells[cells["context_len"] == context]):
             for crossing in turning["crossovers"]:
-                color = styles[turning["verify_backend"]].color
-                ax.axvline(crossing["batch_size"], color=color, linewidth=0.7, **_GUIDE)
-                place: dict[str, Any] = {"transform": ax.get_xaxis_transform(), "ha": "right", "va": "bottom"}
-                told = turning_text(crossing).replace(" requests", "")
-                ax.text(crossing["batch_size"], 0.03, told, rotation=90, size=NOTE_SIZE, color=color, **place)
+                at, color = crossing["batch_size"], styles[turning["verify_backend"]].color
+                ax.axvline(at, color=color, linewidth=0.7, **_GUIDE)
+                text = turning_text(crossing).replace(" requests", "")
+                notes.add([(text, color)], stretch=(at, *sorted((1.0, cells["speedup"].min()))))
         ax.axhline(1.0, color="0.0", linewidth=0.9, linestyle=(0, (1.0, 1.4)), **_GUIDE)
         ax.set_xscale("log", base=2)
         ax.xaxis.set_major_locator(FixedLocator(batches))
