@@ -11,7 +11,7 @@ from typing import Any
 
 import pandas as pd
 
-from labkit.axes import ALIASES, keep_where
+from labkit.axes import keep_where
 from labkit.decide.best_k import SETTING, best_k, not_judged, regret
 from labkit.decide.capacity import AXES, Capacity, memory_gb
 from labkit.decide.composed import stored_acceptance, stored_costs
@@ -155,22 +155,9 @@ def recommend(
     kept = keep_where(cells, where)
     large = pd.concat([_ran_out(rows, kept), _cannot_fit(rows, kept, paths)], ignore_index=True)
     # A cell without acceptance has no workload, so that conditions on it do not apply.
-    known = [
-        text for text in where if ALIASES.get(name := text.partition("=")[0], name) not in ("workload", "temperature")
-    ]
-    return Recommendation(best_k(kept), regret(kept), _kept(large, known), _kept(not_judged(cells), known))
-
-
-def _kept(table: pd.DataFrame, conditions: Sequence[str]) -> pd.DataFrame:
-    """The rows that conditions on their columns keep, none if so."""
-    for text in conditions:
-        name = text.partition("=")[0]
-        if ALIASES.get(name, name) in table:
-            try:
-                table = keep_where(table, [text])
-            except InputError:
-                return table.iloc[:0]
-    return table
+    known = [text for text in where if not text.startswith(("workload", "temperature"))]
+    large, unjudged = (keep_where(table, known, strict=False) for table in (large, not_judged(cells)))
+    return Recommendation(best_k(kept), regret(kept), large, unjudged)
 
 
 def _ran_out(rows: pd.DataFrame, cells: pd.DataFrame) -> pd.DataFrame:

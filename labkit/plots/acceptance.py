@@ -28,8 +28,10 @@ from labkit.plots.style import (
 )
 from labkit.rows import distinct, listed, ok_rows
 
-Texts = Mapping[str, str] | None
-Styles = Mapping[str, SeriesStyle] | None
+Names = Mapping[str, str]
+Looks = Mapping[str, SeriesStyle]
+Texts = Names | None
+Styles = Looks | None
 
 
 @dataclass(frozen=True)
@@ -99,33 +101,21 @@ def plot_acceptance(
     definition = definition or next(iter(known))
     if definition not in known:
         raise InputError(f"definition: want one of {', '.join(known)}; got {definition!r}")
-    series = _Series(hue, labels, styles or series_styles(distinct(df, hue)))
     ax, k = axes_or_new(ax), _one_k(df)
-    draw(ax, df, k, series, definition)
+    names = {str(name): display_name(name, labels) for name in distinct(df, hue)}
+    draw(ax, df, k, hue, definition, names, styles or series_styles(names))
     return ax
 
 
-@dataclass(frozen=True)
-class _Series:
-    """The column that tells curves apart, and their names and styles."""
-
-    hue: str
-    labels: Texts
-    styles: Mapping[str, SeriesStyle]
-
-    def text(self, name: str) -> str:
-        return display_name(name, self.labels)
-
-
-def _by_position(ax: Axes, df: pd.DataFrame, k: int, series: _Series, definition: str) -> None:
-    table, ends = position_table(df, (series.hue,), definition=definition), EndLabels(ax)
-    for name, rows in by_name(table, series.hue):
-        style, rows = series.styles[name], rows[rows["rate"].notna()]
+def _by_position(ax: Axes, df: pd.DataFrame, k: int, hue: str, definition: str, names: Names, styles: Looks) -> None:
+    table, ends = position_table(df, (hue,), definition=definition), EndLabels(ax)
+    for name, rows in by_name(table, hue):
+        style, rows = styles[name], rows[rows["rate"].notna()]
         x, y, low, high = rows[["position", "rate", "rate_low", "rate_high"]].to_numpy(float).T
         ax.fill_between(x, low, high, color=style.color, alpha=0.16, linewidth=0)
         ax.plot(x, y, color=style.color, marker=style.marker, clip_on=False)
         if len(rows):
-            ends.add(x[-1], y[-1], series.text(name), color=style.color)
+            ends.add(x[-1], y[-1], names[name], color=style.color)
     ax.set_xlim(1 - 0.06 * k, k + 0.06 * k)
     ax.set_xticks(range(1, k + 1, 1 if k <= 8 else 2))
     ax.set_ylim(0, 1)
@@ -133,16 +123,16 @@ def _by_position(ax: Axes, df: pd.DataFrame, k: int, series: _Series, definition
     ax.set_ylabel(_POSITION_LABELS[definition])
 
 
-def _by_workload(ax: Axes, df: pd.DataFrame, k: int, series: _Series, definition: str) -> None:
-    table, how = acceptance_table(df, by=[series.hue, "origin"]), DEFINITIONS[definition]
+def _by_workload(ax: Axes, df: pd.DataFrame, k: int, hue: str, definition: str, names: Names, styles: Looks) -> None:
+    table, how = acceptance_table(df, by=[hue, "origin"]), DEFINITIONS[definition]
     table = table[table[how.column].notna()].sort_values(how.column, kind="stable").reset_index(drop=True)
     values, errors = how.of(table)
-    for y, (name, origin) in enumerate(zip(table[series.hue], table["origin"], strict=True)):
+    for y, (name, origin) in enumerate(zip(table[hue], table["origin"], strict=True)):
         bar = None if errors is None else errors[:, [y]]
-        marks(ax, values[[y]], [y], series.styles[name], hollow=not origin_style(origin).filled, size=3.8, xerr=bar)
+        marks(ax, values[[y]], [y], styles[name], hollow=not origin_style(origin).filled, size=3.8, xerr=bar)
     if definition == "pooled":
         ax.plot(table["mean_acceptance_length_of_prompts"], np.arange(len(table)) - 0.22, **MEAN_OF_PROMPTS)
-    ax.set_yticks(range(len(table)), [series.text(name) for name in table[series.hue]])
+    ax.set_yticks(range(len(table)), [names[name] for name in table[hue]])
     ax.set_ylim(-0.6, len(table) - 0.4)
     low, high = how.limits(k)
     ax.set_xlim(low, high)
@@ -153,20 +143,20 @@ def _by_workload(ax: Axes, df: pd.DataFrame, k: int, series: _Series, definition
     ax.set_xlabel(how.label)
 
 
-def _by_context(ax: Axes, df: pd.DataFrame, k: int, series: _Series, definition: str) -> None:
-    how, by = DEFINITIONS[definition], [series.hue, "origin", "context_len_low", "context_len_high"]
+def _by_context(ax: Axes, df: pd.DataFrame, k: int, hue: str, definition: str, names: Names, styles: Looks) -> None:
+    how, by = DEFINITIONS[definition], [hue, "origin", "context_len_low", "context_len_high"]
     rows = ok_rows(df, "acceptance", ["context_len", "context_len_low", "context_len_high"])
     table = acceptance_table(rows, by=by).merge(rows.groupby(by, as_index=False)["context_len"].mean(), on=by)
     table = table[table[how.column].notna()]
     context_axis(ax, table["context_len"].min(), table["context_len"].max())
     ends = EndLabels(ax)
-    for name, curve in by_name(table, series.hue):
-        curve, style = curve.sort_values("context_len"), series.styles[name]
+    for name, curve in by_name(table, hue):
+        curve, style = curve.sort_values("context_len"), styles[name]
         x, (y, errors) = curve["context_len"].to_numpy(float), how.of(curve)
         fine, (middle,) = interpolate(x, curve, [how.column])
         ax.plot(fine, middle - how.offset, color=style.color, linewidth=1.0)
         marks(ax, x, y, style, hollow=not origin_style(curve["origin"].iloc[0]).filled, size=4.2, yerr=errors)
-        ends.add(x[-1], y[-1], series.text(name), color=style.color)
+        ends.add(x[-1], y[-1], names[name], color=style.color)
     ax.set_ylim(*how.limits(k))
     ax.set_ylabel(how.label)
 
