@@ -11,7 +11,10 @@ from labkit.decide.step_costs import PAIR, baseline_ms, step_costs
 from labkit.errors import InputError
 from labkit.rows import fixed_context, ok_rows
 
-NEEDED = (*PAIR, "arm", "verify_backend", "num_drafted_tokens", "num_accepted_tokens", "step_ms", "imposed_acceptance")
+NEEDED = (
+    *(*PAIR, "arm", "verify_backend", "drafter", "num_drafted_tokens", "num_accepted_tokens"),
+    *("step_ms", "imposed_acceptance"),
+)
 PARTS = ("draft_ms", "verify_ms")
 # Two times that differ by less are the same for a verdict: its intervals are wider.
 NEUTRAL = 0.02
@@ -29,10 +32,9 @@ def forcing_check(
     rounds repeat a prompt, per group. These units are resampled. Context differs a little inside a unit, which is part
     of the spread.
 
-    Returns verify_backend, num_drafted_tokens, part, ratio, low, high, rejected_ms (of steps that keep none),
-    num_units, neutral (the interval lies within 1 +- `NEUTRAL`, or holds 1) and resolved (it is narrower than +- 5%, so
-    that neutral means something). Raises
-    InputError: no unit has both kinds of step.
+    Returns verify_backend, drafter, num_drafted_tokens, part, ratio with _low and _high, rejected_ms (of steps that
+    keep none), num_units, neutral (the interval lies within 1 +- `NEUTRAL`, or holds 1) and resolved (it is narrower
+    than +- 5%, so that neutral means something). Raises InputError: no unit has both kinds of step.
     """
     rows = ok_rows(loop_rows, "loop", NEEDED)
     rows = rows[(rows["arm"] == "speculative") & (rows["num_drafted_tokens"] > 0)]
@@ -40,22 +42,19 @@ def forcing_check(
     rejected = rows["num_accepted_tokens"] == 0
     kept = rows["num_accepted_tokens"] == rows["num_drafted_tokens"]
     records = []
-    for key, own in rows.groupby(["verify_backend", "num_drafted_tokens"]):
-        place = dict(zip(("verify_backend", "num_drafted_tokens"), key, strict=True))
+    names = ["verify_backend", "drafter", "num_drafted_tokens"]
+    for key, own in rows.groupby(names):
+        place = dict(zip(names, key, strict=True))
         for part in PARTS:
             none, every = (own[side[own.index]].groupby(unit)[part].median() for side in (rejected, kept))
-            if len(logs := np.log((every / none).dropna().to_numpy())):
-                found = _interval(logs, confidence, resamples, generator(seed, "forcing", part, *key))
-                neutral = found["low"] <= 1 <= found["high"]
-                neutral |= found["low"] > 1 - NEUTRAL and found["high"] < 1 + NEUTRAL
-                resolved = bool(found["high"] / found["low"] < RESOLVED)
-                told = {
-                    "rejected_ms": float(none.median()),
-                    "num_units": len(logs),
-                    "neutral": bool(neutral),
-                    "resolved": resolved,
-                }
-                records.append(place | {"part": part} | found | told)
+            if not len(logs := np.log((every / none).dropna().to_numpy())):
+                continue
+            found = _interval("ratio", logs, confidence, resamples, generator(seed, "forcing", part, *key))
+            low, high = found["ratio_low"], found["ratio_high"]
+            neutral = low <= 1 <= high or (low > 1 - NEUTRAL and high < 1 + NEUTRAL)
+            told = {"rejected_ms": float(none.median()), "num_units": len(logs)}
+            told |= {"neutral": neutral, "resolved": high / low < RESOLVED}
+            records.append(place | {"part": part} | found | told)
     if not records:
         raise InputError("forcing: want steps that keep all drafts and steps that keep none in one group; found none")
     return pd.DataFrame(records)
@@ -74,10 +73,9 @@ def all_reject_ratio(
     loop_rows : of forced runs (``labkit run loop --set acceptance=forced``): cost rows, plain decode and generations at
         rate 0 share their rounds.
 
-    Returns verify_backend, drafter, context_len, batch_size, num_speculative_tokens, all_reject, relative_step_cost
-    with _low and _high, difference (all_reject over relative_step_cost, paired by round, minus 1) with _low and _high,
-    inside (the interval of the difference holds 0), resolved (it is narrower than +- 5%, so that inside means
-    something), num_rounds. Raises InputError: no such generations.
+    Returns verify_backend, drafter, context_len, batch_size, num_speculative_tokens, all_reject, num_rounds,
+    relative_step_cost and all_reject_over_it (paired by round) with _low and _high, inside (the latter's interval holds
+    1) and resolved (it is narrower than +- 5%, so that inside means something). Raises InputError: no such generations.
     """
     rows = ok_rows(loop_rows, "loop", NEEDED)
     rows = rows[rows["run_id"].isin(rows.loc[rows["imposed_acceptance"] == 0, "run_id"])]
@@ -93,22 +91,20 @@ def all_reject_ratio(
         ratio, again = np.log(cost.step_ms[:, k] / decode_ms), np.log(rejected.step_ms[:, k] / decode_ms)
         known = np.isfinite(ratio) & np.isfinite(again)
         rng = generator(seed, "all-reject", *cost.key.values())
-        own, apart = (_interval(logs[known], confidence, resamples, rng) for logs in (ratio, again - ratio))
         names = ("verify_backend", "drafter", "context_len", "batch_size", "num_speculative_tokens")
         found: dict[str, Any] = {name: cost.key[name] for name in names}
-        found |= {"all_reject": float(np.exp(np.median(again[known])))}
-        found |= {
-            "relative_step_cost" + end: value for end, value in zip(("", "_low", "_high"), own.values(), strict=True)
-        }
-        found |= {"difference" + end: v - 1 for end, v in zip(("", "_low", "_high"), apart.values(), strict=True)}
-        resolved = bool(apart["high"] / apart["low"] < RESOLVED)
-        found |= {"inside": apart["low"] <= 1 <= apart["high"], "resolved": resolved, "num_rounds": int(known.sum())}
-        records.append(found)
+        found |= {"all_reject": float(np.exp(np.median(again[known]))), "num_rounds": int(known.sum())}
+        found |= _interval("relative_step_cost", ratio[known], confidence, resamples, rng)
+        found |= _interval("all_reject_over_it", (again - ratio)[known], confidence, resamples, rng)
+        low, high = found["all_reject_over_it_low"], found["all_reject_over_it_high"]
+        records.append(found | {"inside": low <= 1 <= high, "resolved": high / low < RESOLVED})
     return pd.DataFrame(records)
 
 
-def _interval(logs: np.ndarray, confidence: float, resamples: int, rng: np.random.Generator) -> dict[str, float]:
-    """The median of the logs as a ratio, and its interval."""
+def _interval(
+    name: str, logs: np.ndarray, confidence: float, resamples: int, rng: np.random.Generator
+) -> dict[str, float]:
+    """The median of the logs as a ratio, with _low and _high."""
     log, deviations = median_and_deviations(logs, resamples, rng)
     low, high = np.exp(log + np.array(percentile_interval(deviations, confidence)))
-    return {"ratio": float(np.exp(log)), "low": float(low), "high": float(high)}
+    return {name: float(np.exp(log)), f"{name}_low": float(low), f"{name}_high": float(high)}

@@ -186,9 +186,8 @@ def _cannot_fit(rows: pd.DataFrame, cells: pd.DataFrame, paths: Sequence[Path | 
     found = {}
     for sidecar in (read_sidecar(file) for path in paths for file in run_files(Path(path))):
         grid, device = sidecar.get("grid", {}), sidecar.get("provenance", {}).get("device", {})
-        for setting in own[(own["gpu"] == sidecar["gpu"]) & own["target"].isin(grid.get("target", ()))].to_dict(
-            "records"
-        ):
+        here = own[(own["gpu"] == sidecar["gpu"]) & own["target"].isin(grid.get("target", ()))]
+        for setting in here.to_dict("records"):
             k = int(setting.pop("num_speculative_tokens"))
             with contextlib.suppress(InputError):  # no shape, no memory or no such dtype: nothing is claimed
                 room = _room(setting, device.get("memory_mib"), max(grid.get("num_gpus", [1])))
