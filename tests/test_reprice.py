@@ -228,6 +228,8 @@ def test_generations_at_an_imposed_rate_are_no_costs() -> None:
     rows = forced(rejected=3.0)
     assert fixed_context(rows)["imposed_acceptance"].isna().all()
     assert cost_rows_of(rows)["step_ms"].tolist() == fixed_context(rows)["step_ms"].tolist()
+    relative = [breakeven(part, 3.0).cells["relative_step_cost"].tolist() for part in (rows, fixed_context(rows))]
+    assert relative[0] == relative[1]
 
 
 def test_a_forced_run_of_a_tiny_model_holds_both_rates_in_the_rounds_of_its_costs() -> None:

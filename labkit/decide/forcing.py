@@ -83,19 +83,19 @@ def all_reject_ratio(
         raise InputError(
             "forcing: want generations at imposed rate 0; `labkit run loop --set acceptance=forced` makes them"
         )
-    plain = rows["arm"] == "plain"
-    costs, forced = step_costs(fixed_context(rows)), step_costs(rows[plain | (rows["imposed_acceptance"] == 0)])
+    again = rows[(rows["arm"] == "plain") | (rows["imposed_acceptance"] == 0)].assign(imposed_acceptance=None)
+    costs, forced = step_costs(fixed_context(rows)), step_costs(again)
     records = []
     for cost, rejected in zip(costs, forced, strict=True):
         k, (_, decode_ms) = cost.num_speculative_tokens, baseline_ms(cost, baseline)
-        ratio, again = np.log(cost.step_ms[:, k] / decode_ms), np.log(rejected.step_ms[:, k] / decode_ms)
-        known = np.isfinite(ratio) & np.isfinite(again)
+        ratio, all_reject = (np.log(side.step_ms[:, k] / decode_ms) for side in (cost, rejected))
+        known = np.isfinite(ratio) & np.isfinite(all_reject)
         rng = generator(seed, "all-reject", *cost.key.values())
         names = ("verify_backend", "drafter", "context_len", "batch_size", "num_speculative_tokens")
         found: dict[str, Any] = {name: cost.key[name] for name in names}
-        found |= {"all_reject": float(np.exp(np.median(again[known]))), "num_rounds": int(known.sum())}
+        found |= {"all_reject": float(np.exp(np.median(all_reject[known]))), "num_rounds": int(known.sum())}
         found |= _interval("relative_step_cost", ratio[known], confidence, resamples, rng)
-        found |= _interval("all_reject_over_it", (again - ratio)[known], confidence, resamples, rng)
+        found |= _interval("all_reject_over_it", (all_reject - ratio)[known], confidence, resamples, rng)
         low, high = found["all_reject_over_it_low"], found["all_reject_over_it_high"]
         records.append(found | {"inside": low <= 1 <= high, "resolved": high / low < RESOLVED})
     return pd.DataFrame(records)

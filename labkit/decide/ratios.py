@@ -16,6 +16,7 @@ TIME_COLUMNS = ("step_ms", "forward_ms", "attention_ms")
 MATCHED = (
     *("arm", "phase", "target", "drafter", "backend", "verify_backend", "decode_backend", "draft_backend"),
     *("workload", "batch_size", "q_len", "context_len", "num_speculative_tokens", "num_drafted_tokens"),
+    "imposed_acceptance",
 )
 
 
