@@ -18,7 +18,7 @@ from labkit.decide.verdict import MOST_CELLS, crossing_lines, render, restricted
 from labkit.errors import InputError
 from labkit.plots.curves import crossing_text
 from labkit.results import load_runs
-from labkit.rows import fixed_context
+from labkit.rows import fixed_context, matching
 from tests.worlds import (
     TYPICAL_NOISE,
     TYPICAL_TEXTS,
@@ -612,21 +612,20 @@ def test_the_planted_noise_is_no_milder_than_that_of_the_committed_gpu_costs() -
 
 
 def test_the_planted_texts_spread_as_those_of_the_committed_lookups() -> None:
-    """Over the measured cells whose speed-up lies in the planted range, 0.7 to 1.5."""
-    acceptance, measured = load_runs("acceptance", gpu="cpu-amd-epyc"), []
-    for cost in step_costs(fixed_context(load_runs("loop", gpu="cpu-amd-epyc"))):
+    acceptance, measured = load_runs("acceptance", gpu="nvidia-h200"), []
+    for cost in step_costs(fixed_context(load_runs("loop", gpu="nvidia-h200"))):
         relative = np.nanmedian(cost.step_ms / baseline_ms(cost, "fastest")[1][:, None], axis=0)
-        here = acceptance["context_len_low"].le(cost.key["context_len"])
-        here &= acceptance["context_len_high"].gt(cost.key["context_len"])
-        here &= acceptance["num_speculative_tokens"].eq(cost.num_speculative_tokens) & acceptance["drafter"].eq("ngram")
-        for _, texts in acceptance[here & acceptance["target"].eq(cost.key["target"])].groupby("workload"):
-            measured.append(spread_between_prompts(texts, relative))
-    spreads = [spread for speedup, spread in measured if 0.7 < speedup < 1.5]
+        names = ("target", "drafter", "num_speculative_tokens")
+        texts = matching(acceptance, {name: cost.key[name] for name in names})
+        here = texts["context_len_low"].le(cost.key["context_len"]) & texts["context_len_high"].gt(
+            cost.key["context_len"]
+        )
+        measured += [spread_between_prompts(own, relative)[1] for _, own in texts[here].groupby("workload")]
     many = acceptance_rows(TYPICAL_TEXTS.with_(num_prompts=2000))
     planted = [spread_between_prompts(many, 1.1 + slope * np.arange(5))[1] for slope in (0.05, 0.2, 0.45)]
-    print(f"measured {np.round(sorted(spreads), 2)}, planted {np.round(planted, 2)}")
-    assert len(spreads) >= 5
-    assert 0.67 < np.median(planted) / np.median(spreads) < 1.5
+    print(f"measured {np.quantile(measured, [0, 0.25, 0.5, 0.75, 1]).round(2)}, planted {np.round(planted, 2)}")
+    assert len(measured) >= 12
+    assert 0.8 < np.median(planted) / np.median(measured) < 1.25
 
 
 def test_intervals_cover_and_verdicts_are_rarely_wrong() -> None:
@@ -646,9 +645,9 @@ def test_intervals_cover_and_verdicts_are_rarely_wrong() -> None:
         # 24 prompts, 16 rounds and 4 samples are what `labkit run acceptance` and `labkit run loop` take on a GPU.
         ({"num_prompts": 24}, (0.93, 0.97), 0.8),
         # With fewer prompts or rounds less is decided; what is decided stays right.
-        ({"num_prompts": 16}, (0.93, 0.97), 0.8),
-        ({"num_prompts": 8}, (0.90, 0.98), 0.5),
-        ({"num_prompts": 24, "num_rounds": 8, "samples_per_round": 2}, (0.93, 0.97), 0.7),
+        ({"num_prompts": 16}, (0.93, 0.97), 0.6),
+        ({"num_prompts": 8}, (0.90, 0.98), 0.4),
+        ({"num_prompts": 24, "num_rounds": 8, "samples_per_round": 2}, (0.93, 0.97), 0.6),
     ],
     ids=["24 prompts", "16 prompts", "8 prompts", "24 prompts, 8 rounds"],
 )

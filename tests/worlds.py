@@ -205,7 +205,7 @@ def rows_of_counts(prompts: Sequence[AcceptanceCounts], world: AcceptanceWorld |
 
 
 # As n-gram lookup on SmolLM2 in the committed runs: `spread_between_prompts`.
-TYPICAL_TEXTS = AcceptanceWorld(spread=0.15, drafted_share=0.7, share_spread=0.2)
+TYPICAL_TEXTS = AcceptanceWorld(spread=0.2, drafted_share=0.7, share_spread=0.2, tokens_per_prompt=256)
 
 
 def spread_between_prompts(acceptance: pd.DataFrame, relative_costs: np.ndarray) -> tuple[float, float]:
