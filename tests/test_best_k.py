@@ -198,6 +198,21 @@ def test_what_cannot_pay_is_said_with_and_without_acceptance(
     assert re.search(r"^6144 +off, cannot pay$", capsys.readouterr().out, re.MULTILINE)
 
 
+def test_a_text_that_was_not_measured_at_a_context_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_run_of(loop_rows(CPU), tmp_path, CPU, "loop")
+    texts = synthetic_acceptance(CPU).query("workload == 'prose' or context_len_low > 600")
+    known = write_run_of(texts, tmp_path, CPU, "acceptance")
+    where = ["--where", "workload=code_editing", "verify_backend=sdpa"]
+    assert main(["best-k", str(path), str(known), *where]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"^512 +no acceptance$", text, re.MULTILINE)
+    assert "k = 2 not judged in 1 of its cells: no acceptance of code_editing at context_len 512" in text
+    assert main(["best-k", str(path), str(known), "--json", *where]) == 0
+    found = json.loads(capsys.readouterr().out)["not_judged"]
+    assert {(row["workload"], row["context_len"], row["num_speculative_tokens"]) for row in found} == {
+        ("code_editing", 512, 2), ("code_editing", 512, 4)}  # fmt: skip
+
+
 def test_one_best_k_is_of_one_dtype() -> None:
     rows = [
         cost_rows(CostWorld(lambda *_: 10.0, lambda _, __, j, c=cost: 10.0 + c * j, run_id=dtype)).assign(

@@ -647,7 +647,7 @@ def test_intervals_cover_and_verdicts_are_rarely_wrong() -> None:
         # With fewer prompts or rounds less is decided; what is decided stays right.
         ({"num_prompts": 16}, (0.93, 0.97), 0.6),
         ({"num_prompts": 8}, (0.90, 0.98), 0.4),
-        ({"num_prompts": 24, "num_rounds": 8, "samples_per_round": 2}, (0.93, 0.97), 0.6),
+        ({"num_prompts": 24, "num_rounds": 8, "samples_per_round": 2}, (0.93, 0.98), 0.6),
     ],
     ids=["24 prompts", "16 prompts", "8 prompts", "24 prompts, 8 rounds"],
 )

@@ -130,8 +130,18 @@ def not_judged(cells: pd.DataFrame) -> pd.DataFrame:
     Returns ``CELL``, num_speculative_tokens, verdict (``cannot_pay`` where the cost alone exceeds k+1), reason (an
     imposed length above k+1, no acceptance for this context, ...).
     """
-    rows = cells.loc[cells["speedup"].isna(), [*CELL, "num_speculative_tokens", "verdict", "reason"]]
-    return rows.reset_index(drop=True)
+    columns = [*CELL, "num_speculative_tokens", "verdict", "reason"]
+    judged = cells.loc[cells["speedup"].notna(), columns]
+    place = [name for name in columns[:-2] if name not in ("workload", "temperature")]
+    texts = judged[SETTING].drop_duplicates()
+    # A text that was not measured where others were has no cell at all.
+    every = texts.merge(judged[place].drop_duplicates(), on=[name for name in place if name in SETTING])
+    both = every.merge(judged[columns[:-2]], how="left", indicator=True)
+    gaps = both[both["_merge"] == "left_only"].assign(verdict="undecided")
+    gaps["reason"] = [
+        f"no acceptance of {w} at context_len {c:g}" for w, c in gaps[["workload", "context_len"]].to_numpy()
+    ]
+    return pd.concat([cells.loc[cells["speedup"].isna(), columns], gaps[columns]], ignore_index=True)
 
 
 def regret(cells: pd.DataFrame) -> pd.DataFrame:

@@ -78,6 +78,7 @@ class Recommendation:
         lines = [f"{about}, {names['kv_dtype']} KV, verify on {names['verify_backend']}, {text}"]
         own = {name: names[name] for name in (*_OWN, *_DTYPES)}
         large, open_cells = matching(self.too_large, own), matching(self.unjudged, own)
+        open_cells = open_cells[open_cells["workload"].isna() | (open_cells["workload"] == names["workload"])]
         texts = [rows.assign(text=[cell_text(row) for row in rows.to_dict("records")])]
         texts += [large.assign(text="does not fit")]
         texts += [cells.iloc[:1].assign(text=_open_text(cells)) for _, cells in open_cells.groupby(_PLACE)]
@@ -121,8 +122,9 @@ def _open_text(cells: pd.DataFrame) -> str:
     """What stands in the table where no k of a context and batch could be judged."""
     if (cells["verdict"] == "cannot_pay").all():
         return "off, cannot pay"
-    too_long = cells["reason"].str.startswith("imposed length").all()
-    return f"no k up to {cells['num_speculative_tokens'].max()} reaches it" if too_long else "not judged"
+    if cells["reason"].str.startswith("imposed length").all():
+        return f"no k up to {cells['num_speculative_tokens'].max()} reaches it"
+    return "no acceptance" if cells["reason"].str.startswith("no acceptance").all() else "not judged"
 
 
 def cell_text(row: Mapping[Hashable, Any]) -> str:
@@ -157,6 +159,7 @@ def recommend(
     # A cell without acceptance has no workload, so that conditions on it do not apply.
     known = [text for text in where if not text.startswith(("workload", "temperature"))]
     large, unjudged = (keep_where(table, known, strict=False) for table in (large, not_judged(cells)))
+    unjudged = unjudged[unjudged["workload"].isna() | unjudged["workload"].isin(kept["workload"])]
     return Recommendation(best_k(kept), regret(kept), large, unjudged)
 
 
