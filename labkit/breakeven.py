@@ -289,4 +289,4 @@ def verdict_table(cells: pd.DataFrame) -> pd.DataFrame:
 def _with_interval(value: float, low: float, high: float) -> str:
     if not np.isfinite(value):
         return "unknown"
-    return f"{value:.2f} [{low:.2f}, {high:.2f}]" if np.isfinite(low) else f"{value:.2f}"
+    return f"{value:.2f} [{low:.2f}, {high:.2f}]" if low < high else f"{value:.2f}"  # nothing known, or nothing varies

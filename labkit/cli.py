@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from labkit import __version__
 from labkit.errors import BackendUnavailable, InputError, Unsupported
@@ -160,12 +160,9 @@ def _add_reading(add: _Add) -> None:
     breakeven.add_argument("--cost", nargs="+", type=Path, metavar="PATH", required=True, help="loop or step runs")
     lengths = breakeven.add_mutually_exclusive_group(required=True)
     lengths.add_argument("--acceptance", nargs="+", type=Path, metavar="PATH", help="acceptance runs")
-    lengths.add_argument("--acceptance-length", metavar="X[,LOW,HIGH]", help="imposed mean acceptance length")
-    breakeven.add_argument("--acceptance-from", metavar="MODEL", help="borrow another target's acceptance")
-    breakeven.add_argument("--where", nargs="+", default=[], metavar="COLUMN=V,..", help="keep these cells only")
+    _judging_options(breakeven, lengths)
     breakeven.add_argument("--all", action="store_true", help="print every cell, also of more than 40")
     breakeven.add_argument("--out", type=Path, metavar="F", help="also write the table: .tex, .html, .csv or .parquet")
-    breakeven.add_argument("--baseline", default="fastest", help="fastest, same, or a decode backend")
     _json_flag(breakeven)
 
     best_k = add(
@@ -174,10 +171,7 @@ def _add_reading(add: _Add) -> None:
         "how many tokens to draft, 0 included, per context and batch, and one for all",
     )
     best_k.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="loop or step runs, and acceptance runs")
-    best_k.add_argument("--acceptance-length", metavar="X[,LOW,HIGH]", help="imposed mean acceptance length")
-    best_k.add_argument("--acceptance-from", metavar="MODEL", help="borrow another target's acceptance")
-    best_k.add_argument("--baseline", default="fastest", help="fastest, same, or a decode backend")
-    best_k.add_argument("--where", nargs="+", default=[], metavar="COLUMN=V,..", help="keep these cells only")
+    _judging_options(best_k, best_k)
     best_k.add_argument("--emit", metavar="ENGINE", help="print the flags of sglang, vllm or trtllm instead")
     _json_flag(best_k)
 
@@ -267,6 +261,14 @@ def _add_publishing(add: _Add) -> None:
     reproduce = add("reproduce", "publish.bundle:run_reproduce", "compare a bundle's claims with rows of your own")
     reproduce.add_argument("bundle", type=Path, metavar="B.zip")
     reproduce.add_argument("--rows", nargs="+", type=Path, default=[], metavar="PATH", help="your runs")
+
+
+def _judging_options(parser: argparse.ArgumentParser, lengths: Any) -> None:
+    """What `labkit.decide.verdict.judging_options` reads; ``lengths``: the group of the imposed length."""
+    lengths.add_argument("--acceptance-length", metavar="X[,LOW,HIGH]", help="imposed mean acceptance length")
+    parser.add_argument("--acceptance-from", metavar="MODEL", help="borrow another target's acceptance")
+    parser.add_argument("--baseline", default="fastest", help="fastest, same, or a decode backend")
+    parser.add_argument("--where", nargs="+", default=[], metavar="COLUMN=V,..", help="keep these cells only")
 
 
 def _json_flag(parser: argparse.ArgumentParser) -> None:

@@ -215,15 +215,17 @@ def find_runs(experiment: str, *paths: str | Path, gpu: str | None = None) -> li
     columns(experiment)
     roots = _roots(paths)
     found: dict[str, StoredRun] = {}
-    devices: set[str] = set()
+    devices, others = set[str](), set[str]()
     for root in roots:
         for path in run_files(root):
             folder = path.parent.parent.name
             if root.is_dir() and folder in schema.EXPERIMENTS and folder != experiment:
+                others.add(folder)
                 continue
             sidecar = read_sidecar(path)
             if sidecar["experiment"] != experiment:
                 if root.is_dir():
+                    others.add(sidecar["experiment"])
                     continue
                 raise InputError(f"{path}: a run of {sidecar['experiment']}, wanted {experiment}")
             devices.add(sidecar["gpu"])
@@ -237,7 +239,8 @@ def find_runs(experiment: str, *paths: str | Path, gpu: str | None = None) -> li
         if devices:
             raise InputError(f"gpu: wanted one of {', '.join(sorted(devices))} (in {where}), got {gpu!r}")
         command = experiment if experiment == "replay" else f"run {experiment}"
-        raise InputError(f"no runs of {experiment} in {where}; `labkit {command}` makes one")
+        only = f" (only of {', '.join(sorted(others))})" if others else ""
+        raise InputError(f"no runs of {experiment} in {where}{only}; `labkit {command}` makes one")
     return [found[run_id] for run_id in sorted(found)]
 
 

@@ -54,8 +54,17 @@ def ok_rows(df: pd.DataFrame, what: str, columns: Iterable[str]) -> pd.DataFrame
 
 
 def fixed_context(rows: pd.DataFrame) -> pd.DataFrame:
-    """The loop rows that are costs: those of runs at a fixed context (all drafts rejected, origin forced)."""
-    return rows[rows["origin"] == "forced"]
+    """The loop rows that are costs: those at a fixed context (all drafts rejected, origin forced), no generations."""
+    kept = rows["origin"] == "forced"
+    return rows[kept & rows["imposed_acceptance"].isna()] if "imposed_acceptance" in rows else rows[kept]
+
+
+def matching(df: pd.DataFrame, values: Mapping[Any, Any]) -> pd.DataFrame:
+    """The rows that hold these values, of the columns that are there; a missing one equals a missing one."""
+    for name, value in values.items():
+        if name in df:
+            df = df[df[name].isna() if is_missing(value) else df[name] == value]
+    return df
 
 
 def distinct(df: pd.DataFrame, column: str) -> list[Any]:

@@ -273,14 +273,17 @@ def read_bandwidth(world: World) -> float:
     return 20.0 if world.gpu.startswith("cpu") else 4000.0
 
 
-def write_run_of(frame: pd.DataFrame, folder: Path, world: World, experiment: str) -> Path:
-    """One stored run of the given rows."""
+def write_run_of(
+    frame: pd.DataFrame, folder: Path, world: World, experiment: str, grid: dict[str, list] | None = None
+) -> Path:
+    """One stored run of the given rows; ``grid``: what was planned."""
     names = [column.name for column in columns(experiment) if column.name in frame]
     values = frame[names].astype(object).where(frame[names].notna(), None)
     sidecar = {
         "experiment": experiment,
         "run_id": frame["run_id"].iloc[0],
         "gpu": world.gpu,
+        "grid": grid or {},
         "calibration": {"read_gb_per_s": read_bandwidth(world), "cache_bytes": 32 << 20},
         "provenance": {
             "device": {"name": "Synthetic device", "slug": world.gpu, "driver": None},

@@ -1,6 +1,7 @@
 """Best k, regret, acceptance at a smaller k, scheduled verify, and the command that prints them."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,13 +14,18 @@ from labkit.breakeven import breakeven
 from labkit.cli import main
 from labkit.decide.best_k import best_k, cut_acceptance, cut_bias, regret, scheduled_verify
 from labkit.decide.capacity import capacity, render
-from labkit.decide.recommend import engine_flags, recommend
+from labkit.decide.composed import stored_costs
+from labkit.decide.recommend import _room, engine_flags, recommend
 from labkit.decide.step_costs import step_costs
 from labkit.errors import InputError
+from labkit.paths import RUNS
+from labkit.provenance import redact
 from labkit.shapes import model_shape
-from tests.synthetic import CPU, loop_rows, write_run_of, write_runs
+from tests.synthetic import CPU, GPU, loop_rows, write_run_of, write_runs
 from tests.synthetic import acceptance_rows as synthetic_acceptance
 from tests.worlds import AcceptanceWorld, CostWorld, acceptance_rows, cost_rows, rows_of_counts
+
+SETTING_OF_MEMORY = ("target", "weight_dtype", "kv_dtype", "context_len", "batch_size")
 
 
 def costs_at(ks: tuple[int, ...], per_draft: float, contexts: tuple[int, ...] = (1024,)) -> pd.DataFrame:
@@ -120,11 +126,102 @@ def test_best_k_prints_a_table_with_what_does_not_fit(stored: Path, capsys: pyte
     assert "everywhere loses" in text
     assert main(["best-k", str(stored), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["does_not_fit"] == [
-        {"gpu": CPU.gpu, "target": CPU.target, "drafter": "ngram", "verify_backend": "sdpa"}
-        | {"context_len": 65536.0, "batch_size": 1}
-    ]
+    (large,) = found["does_not_fit"]
+    assert (large["verify_backend"], large["context_len"], large["batch_size"]) == ("sdpa", 65536.0, 1)
+    assert (large["reason"], large["origin"], large["needed_gb"]) == ("no memory", "measured", None)
     assert {row["best_k"] for row in found["best_k"]} <= {0, 2, 4}
+
+
+def test_what_was_planned_and_cannot_fit_is_computed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """qwen3-32b: 65.5 GB of weights, 262,144 bytes of KV per token; an H200 of 141 GB keeps 61.4 GB for KV."""
+    grid = {"target": ["qwen3-32b"], "context_len": [1024, 16384, 32768], "batch_size": [1, 8, 16]}
+    path = write_run_of(loop_rows(GPU).query("context_len <= 32768"), tmp_path, GPU, "loop", grid=grid)
+    assert main(["best-k", str(path), "--acceptance-length", "3", "--json"]) == 0
+    found = {
+        (row["context_len"], row["batch_size"]): row for row in json.loads(capsys.readouterr().out)["does_not_fit"]
+    }
+    assert set(found) == {(16384, 16), (32768, 16)}  # 32,768 x 8 would not fit either, but it ran
+    row = found[32768, 16]
+    assert row["needed_gb"] == pytest.approx(16 * (32768 + 7 + 1) * 262_144 / 1e9)
+    assert row["free_gb"] == pytest.approx(141 * 0.9 - model_shape("qwen3-32b").weight_bytes("bfloat16") / 1e9)
+    assert row["origin"] == "modelled"
+    assert main(["best-k", str(path), "--acceptance-length", "3", "--where", "verify_backend=triton_split"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"^32768 +7: .* does not fit$", text, re.MULTILINE)
+    assert "context 32,768 x batch 16: needs 137.5 GB of KV cache and states, 61.4 GB free beside 65.5 GB" in text
+    assert re.search(r"^1024 .* not measured$", text, re.MULTILINE)
+    assert main(["best-k", str(path), "--acceptance-length", "3", "--where", "batch_size=1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["does_not_fit"] == []
+
+
+def test_the_measured_points_of_the_committed_runs_fit_by_capacity() -> None:
+    """What was measured is never called too large, and what the step runs left out for its size is."""
+    rows = stored_costs([RUNS]).query("status == 'ok' and gpu == 'nvidia-h200'")
+    for target, weight, kv, context, batch in rows[[*SETTING_OF_MEMORY]].drop_duplicates().itertuples(index=False):
+        setting = {"gpu": "nvidia-h200", "target": target, "weight_dtype": weight, "kv_dtype": kv}
+        assert _room(setting, 143_771, 1).cell(int(context), int(batch), 1)["fits"]
+    setting = {"gpu": "nvidia-h200", "target": "random:llama-3-8b", "weight_dtype": "bfloat16", "kv_dtype": "bfloat16"}
+    assert not _room(setting, 143_771, 1).cell(65536, 16, 3)["fits"]
+
+
+def test_lengths_that_no_k_reaches_stay_in_the_table_with_their_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """k = 2 at 512 only, k = 4 at 2,048 only: a length of 4 is beyond the first."""
+    rows = loop_rows(CPU).query("(num_speculative_tokens == 2) == (context_len == 512) and context_len < 6000")
+    path = write_run_of(rows, tmp_path, CPU, "loop")
+    assert main(["best-k", str(path), "--acceptance-length", "4", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {(row["context_len"], row["num_speculative_tokens"]) for row in found["not_judged"]} == {(512, 2)}
+    assert "imposed length 4 exceeds the ceiling 3" in found["not_judged"][0]["reason"]
+    assert main(["best-k", str(path), "--acceptance-length", "4"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"^512 +no k up to 2 reaches it$", text, re.MULTILINE)
+    assert "k = 2 not judged in 1 of its cells: imposed length 4 exceeds the ceiling 3" in text
+
+
+def test_what_cannot_pay_is_said_with_and_without_acceptance(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At 6,144 a step costs 10 plain ones: above k+1 = 3 whatever is accepted. No acceptance was measured there."""
+    dear = loop_rows(CPU).query("num_speculative_tokens == 2 and verify_backend != 'per_token'")
+    late = (dear["context_len"] == 6144) & (dear["arm"] == "speculative")
+    dear.loc[late, "step_ms"] *= 10
+    path = write_run_of(dear, tmp_path, CPU, "loop")
+    known = write_run_of(synthetic_acceptance(CPU).query("context_len_low < 6000"), tmp_path, CPU, "acceptance")
+    assert main(["best-k", str(path), "--acceptance-length", "2"]) == 0
+    assert re.search(r"^6144 +off, cannot pay$", capsys.readouterr().out, re.MULTILINE)
+    assert main(["best-k", str(path), str(known), "--where", "workload=prose", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["not_judged"]
+    assert (row["context_len"], row["verdict"]) == (6144, "cannot_pay")
+    assert main(["best-k", str(path), str(known), "--where", "workload=prose"]) == 0
+    assert re.search(r"^6144 +off, cannot pay$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_a_text_that_was_not_measured_at_a_context_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_run_of(loop_rows(CPU), tmp_path, CPU, "loop")
+    texts = synthetic_acceptance(CPU).query("workload == 'prose' or context_len_low > 600")
+    known = write_run_of(texts, tmp_path, CPU, "acceptance")
+    where = ["--where", "workload=code_editing", "verify_backend=sdpa"]
+    assert main(["best-k", str(path), str(known), *where]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"^512 +no acceptance$", text, re.MULTILINE)
+    assert "k = 2 not judged in 1 of its cells: no acceptance of code_editing at context_len 512" in text
+    assert main(["best-k", str(path), str(known), "--json", *where]) == 0
+    found = json.loads(capsys.readouterr().out)["not_judged"]
+    assert {(row["workload"], row["context_len"], row["num_speculative_tokens"]) for row in found} == {
+        ("code_editing", 512, 2), ("code_editing", 512, 4)}  # fmt: skip
+
+
+def test_one_best_k_is_of_one_dtype() -> None:
+    rows = [
+        cost_rows(CostWorld(lambda *_: 10.0, lambda _, __, j, c=cost: 10.0 + c * j, run_id=dtype)).assign(
+            kv_dtype=dtype
+        )
+        for dtype, cost in (("bfloat16", 1.0), ("float8_e4m3fn", 4.0))
+    ]
+    found = best_k(breakeven(pd.concat(rows), 2.0, resamples=200).cells).set_index("kv_dtype")
+    assert found["best_k"].to_dict() == {"bfloat16": 4, "float8_e4m3fn": 0}
 
 
 @pytest.mark.parametrize(
@@ -154,8 +251,8 @@ def test_flags_count_the_root_where_the_engine_does() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--emit", "nosuch", "--where", "workload=prose", "verify_backend=sdpa"], "want one of sglang, vllm, trtllm"),
-        (["--emit", "sglang"], "want runs of one workload"),
+        (["--emit", "nosuch"], "want one of sglang, vllm, trtllm"),
+        (["--emit", "sglang"], "select with --where workload=VALUE verify_backend=VALUE"),
         (["--where", "nosuch=1"], "no such column"),
         (["--where", "workload=poetry"], "no cell is left"),
         (["--acceptance-length", "soon"], "wanted X or X,low,high"),
@@ -175,7 +272,7 @@ def test_a_missing_side_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="want loop or step runs for the cost; found acceptance"):
         recommend([path])
     (path,) = write_runs(tmp_path / "other", CPU, ("loop",))
-    with pytest.raises(InputError, match="want acceptance runs, or --acceptance-length"):
+    with pytest.raises(InputError, match="want acceptance runs too, or --acceptance-length"):
         recommend([path])
     assert not recommend([path], acceptance_length="2").best.empty
 
@@ -232,6 +329,7 @@ def test_capacity_knows_the_models_length_and_quantised_weights() -> None:
         (["--model", "qwen3-8b", "--gpu", "h200", "--set", "memory_share=1.5"], "above 0 up to 1"),
         (["--model", "qwen3-8b", "--gpu", "h200", "--set", "batch_size=0"], "values above 0"),
         (["--model", "qwen3-8b", "--gpu", "h200", "--set", "kv_dtype=int3"], "dtype must be one of"),
+        (["--model", "qwen3-8b", "--gpu", "h200", "--set", "weight_gb=-3"], "wanted 0 (the shape's own) or more"),
     ],
 )
 def test_capacity_refuses_in_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -269,3 +367,26 @@ def test_the_largest_context_agrees_with_the_cells():
 def test_flags_and_json_contradict(stored: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["best-k", str(stored), "--emit", "vllm", "--json"]) == 2
     assert "--emit prints flags, --json the table" in capsys.readouterr().err
+
+
+def test_flags_from_an_imposed_length_say_what_it_favours(stored: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    where = ["--where", "verify_backend=sdpa"]
+    assert main(["best-k", str(stored / "loop"), "--acceptance-length", "2", "--emit", "vllm", *where]) == 0
+    assert "# an imposed length is the same at every k, which favours the smallest" in capsys.readouterr().out
+
+
+def test_step_runs_alone_give_a_table_and_no_flags_for_a_cost_without_a_drafter(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    where = ["--where", "target=random:hybrid-27b", "drafter=one layer", "verify_backend=fa3"]
+    command = ["best-k", str(RUNS / "step"), "--acceptance-length", "2.5", *where]
+    assert main(command) == 0
+    assert "verify on fa3" in capsys.readouterr().out
+    assert main([*command, "--emit", "sglang"]) == 2
+    assert "'one layer' is a cost without a drafter" in capsys.readouterr().err
+
+
+def test_text_about_tokens_is_not_taken_for_a_secret() -> None:
+    """What is printed in a notebook is redacted; "token = 1" would be."""
+    text = render(capacity("llama-3-8b", "h200-sxm"))
+    assert redact(text) == text

@@ -1,5 +1,6 @@
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from labkit.decide.ratios import ratio_table
 from labkit.errors import InputError
 from labkit.results import build_table, write_run
 from labkit.schema import columns
+from tests.synthetic import CPU, write_runs
 from tests.worlds import TYPICAL_NOISE, CostWorld, Noise, cost_rows
 
 SIDECAR: dict[str, Any] = {
@@ -373,3 +375,28 @@ def test_arms_of_one_launch_are_decided_within_it() -> None:
     found = ratio_table(speculative, speculative.assign(step_ms=speculative["step_ms"] * 0.8))
     assert set(found["claim"]) == {"within one launch"}
     assert set(found["verdict"]) == {"faster"}
+
+
+def test_what_follows_from_chance_takes_one_line_and_lists_show_what_only_one_side_has() -> None:
+    other = changed(grid__prompt_id=["p1", "p3"], started="later")
+    text = compare_runs(changed(grid__prompt_id=["p1", "p2"]), other).to_text()
+    assert "unexplained  grid.prompt_id: only A: ['p2'], only B: ['p3']" in text
+    (line,) = [line for line in text.splitlines() if line.startswith("incidental")]
+    assert re.match(r"incidental   \d+ more, of .*started.* \(--json lists them\)", line)
+    assert "not comparable: 1 unexplained differences forbid a ratio" in text
+
+
+def test_generations_are_compared_by_draft_length_and_not_by_each_token_of_context() -> None:
+    rows = planted(12.0, "a").query("arm == 'plain' or num_drafted_tokens == 4")
+    rows = rows.assign(step_index=rows["sample"], context_len=1000.0 + rows["sample"])
+    slower = rows.assign(run_id="b", step_ms=rows["step_ms"] * 1.25)
+    table = ratio_table(rows, slower)
+    assert "context_len" not in table
+    assert table["ratio"].to_numpy() == pytest.approx(1.25)
+
+
+def test_runs_of_two_experiments_are_refused_in_one_line(tmp_path: Path) -> None:
+    loop = write_runs(tmp_path / "a", CPU, ("loop",))[0]
+    acceptance = write_runs(tmp_path / "b", CPU, ("acceptance",))[0]
+    with pytest.raises(InputError, match="wanted two of one experiment, got loop and acceptance"):
+        compare_files(loop, acceptance)

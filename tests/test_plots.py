@@ -18,9 +18,7 @@ from labkit.plots import canvas, style
 from labkit.plots.acceptance import (
     DEFINITIONS,
     figure_acceptance,
-    plot_acceptance_by_context,
-    plot_acceptance_by_position,
-    plot_acceptance_by_workload,
+    plot_acceptance,
 )
 from labkit.plots.attention import figure_attention, plot_attention_time, plot_bandwidth_share
 from labkit.plots.attention_table import attention_table, fitting_context, kernel_segments, one_setting, slope_us_per_1k
@@ -579,8 +577,8 @@ def test_positions_match_the_counts():
 def test_definition_is_on_the_axis(definition):
     rows = one(acceptance_rows(CPU), num_speculative_tokens=4)
     first, second = canvas.new_figure(7, 3).subplots(1, 2)
-    plot_acceptance_by_workload(rows, ax=first, definition=definition)
-    plot_acceptance_by_context(rows, ax=second, definition=definition)
+    plot_acceptance(rows, "workload", ax=first, definition=definition)
+    plot_acceptance(rows, "context", ax=second, definition=definition)
     assert first.get_xlabel() == second.get_ylabel() == DEFINITIONS[definition].label
     limits = {"without_bonus": (0, 4), "rate": (0, 1)}.get(definition, (1, 5))
     assert first.get_xlim() == second.get_ylim() == limits
@@ -588,18 +586,20 @@ def test_definition_is_on_the_axis(definition):
 
 def test_acceptance_by_position_axes(ax):
     rows = one(acceptance_rows(CPU), num_speculative_tokens=4)
-    plot_acceptance_by_position(rows, ax=ax, definition="conditional", labels={"prose": "Prose"})
+    plot_acceptance(rows, "position", ax=ax, definition="conditional", labels={"prose": "Prose"})
     assert ax.get_xticks().tolist() == [1, 2, 3, 4]
     assert end_texts(ax) == ["code editing", "Prose"]
     assert "given that" in ax.get_ylabel()
     with pytest.raises(InputError, match="want one num_speculative_tokens per axes; got 2, 4"):
-        plot_acceptance_by_position(acceptance_rows(CPU), ax=ax)
+        plot_acceptance(acceptance_rows(CPU), "position", ax=ax)
 
 
 def test_acceptance_bad_options(ax):
     rows = one(acceptance_rows(CPU), num_speculative_tokens=4)
     with pytest.raises(InputError, match="definition: want one of pooled"):
-        plot_acceptance_by_workload(rows, ax=ax, definition="tau")
+        plot_acceptance(rows, "workload", ax=ax, definition="tau")
+    with pytest.raises(InputError, match="along: want one of position, workload, context; got 'time'"):
+        plot_acceptance(rows, "time", ax=ax)
     with pytest.raises(InputError, match="num_speculative_tokens: want one of 2, 4; got 3"):
         figure_acceptance(acceptance_rows(CPU), num_speculative_tokens=3)
     with pytest.raises(InputError, match="want one target"):

@@ -112,10 +112,26 @@ def test_answers_name_the_best_k_and_the_turning_point(surface: Surface, cost_al
     assert "off at" in text
     assert "triton_nosplit, context 16K, k = 7: pays up to" in concurrency_answer(surface)
     table = best_table(surface)
-    assert (table.loc[("prose", "triton_nosplit", 65536)] == "off").any()
+    assert table.loc[("prose", "triton_nosplit", 65536)].str.startswith("off").any()
     alone = select(cost_alone)
     assert "only the break-even length is known" in draft_length_answer(alone)
     assert best_table(alone).empty
+
+
+def test_the_answer_on_concurrency_claims_no_more_than_the_verdicts() -> None:
+    """A curve without a turning point says its verdicts, up to its own largest batch, and that a length was imposed."""
+    rows = step_rows(WORLD.with_(batch_sizes=(1, 4, 16), q_lens=(8,), noise=0.3))
+    long = rows["context_len"] == rows["context_len"].max()
+    imposed = select(verdict_surface(rows[~long | (rows["batch_size"] < 16)], 1.2, resamples=200))
+    text = concurrency_answer(imposed)
+    assert "imposed acceptance length 1.2" in text
+    cells = imposed.result.cells
+    for line in (line for line in text.splitlines() if "at every batch up to" in line):
+        backend, rest = line.removeprefix("- verify on ").split(": ")
+        states, most = rest.split(" at every batch up to ")
+        own = cells[(cells["verify_backend"] == backend) & (cells["batch_size"] <= int(most.split(",")[0]))]
+        assert set(states.split(" or ")) <= set(own["verdict"].replace("cannot_pay", "loses"))
+    assert "at every batch up to 4, contexts 64K" in text
 
 
 def test_a_setting_is_selected_or_the_known_ones_are_named(cost_alone: Surface) -> None:

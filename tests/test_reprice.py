@@ -7,6 +7,7 @@ import torch
 
 from labkit.accept import accept_forced
 from labkit.breakeven import breakeven
+from labkit.decide.composed import cost_rows as cost_rows_of
 from labkit.decide.forcing import all_reject_ratio, forcing_check
 from labkit.decide.formulas import (
     DRAWN,
@@ -23,6 +24,7 @@ from labkit.decide.step_costs import step_costs
 from labkit.drafting.forced import ForcedDrafter, fixed_acceptance
 from labkit.drafting.ngram import NgramDrafter
 from labkit.errors import InputError
+from labkit.experiments import loop
 from labkit.models.target import ModelTarget
 from labkit.models.weights import load_model
 from labkit.results import load_runs
@@ -55,6 +57,7 @@ def recorded(seed: int = 0, num_prompts: int = 6, noise: float = 0.0) -> pd.Data
             common = {"prompt_id": f"p{prompt}", "group": f"p{prompt}", "round": 0, "step_index": index}
             common |= {"context_len": context, "run_id": "real", "target": "tiny", "status": "ok", "origin": "measured"}
             common |= {"weight_dtype": "float32", "kv_dtype": "float32", "decode_backend": None, "verify_backend": None}
+            common |= {"imposed_acceptance": None}
             time = step_ms(context, drafted) * np.exp(rng.normal(0, noise))
             speculative = {"arm": "speculative", "num_drafted_tokens": drafted, "num_accepted_tokens": float(kept)}
             speculative |= {"verify_backend": "sdpa", "drafter": "ngram", "num_speculative_tokens": 4.0}
@@ -133,9 +136,9 @@ def test_far_beyond_is_refused_and_near_is_said() -> None:
 
 def test_the_recorded_generations_lie_inside_the_predicted_interval() -> None:
     """Committed rows: SmolLM2 on a CPU, real generations of one run priced by the cost cells of another."""
-    loop = load_runs("loop")
-    real = loop[(loop["origin"] == "measured") & (loop["weight_dtype"] == "float32")]
-    (row,) = reprice_check(real, fixed_context(loop)).to_dict("records")
+    stored = load_runs("loop")
+    real = stored[(stored["origin"] == "measured") & (stored["weight_dtype"] == "float32")]
+    (row,) = reprice_check(real, fixed_context(stored)).to_dict("records")
     assert row["inside"], row
     assert abs(row["error"]) < 0.1
     assert row["num_prompts"] == 12
@@ -167,35 +170,89 @@ def test_forcing_leaves_the_work_of_a_step_unchanged() -> None:
     assert set(calls[0]) == {("sdpa", 4)}
 
 
+def forced(*, kept_verify: float = 1.0, rejected: float = 1.0, noise: float = 0.01, seed: int = 0) -> pd.DataFrame:
+    """A forced run at two contexts: cost rows, and full drafts again at imposed rates 0 and 1, in the same rounds.
+
+    kept_verify, rejected : factors on verify of steps that keep all drafts, and on a whole step at rate 0.
+    """
+    world = WORLD.with_(noise=Noise(sample=noise), context_lens=(1024, 4096), num_rounds=12)
+    parts = [cost_rows(world, np.random.default_rng(seed)).assign(imposed_acceptance=np.nan)]
+    for rate, kept in ((0.0, 0), (1.0, 4)):
+        again = cost_rows(world, np.random.default_rng(seed + 1 + int(rate)))
+        again = again[(again["arm"] == "speculative") & (again["num_drafted_tokens"] == 4)]
+        parts.append(again.assign(imposed_acceptance=rate, num_accepted_tokens=kept))
+    rows = pd.concat(parts, ignore_index=True)
+    clock = np.exp(np.random.default_rng(seed + 9).normal(0, 0.05, 12))  # shared by the arms of a round
+    rows["step_ms"] *= clock[rows["round"]] * np.where(rows["imposed_acceptance"] == 0, rejected, 1.0)
+    draft_ms = np.where(rows["arm"] == "speculative", 0.2 * rows["step_ms"], 0.0)
+    verify_ms = (rows["step_ms"] - draft_ms) * np.where(rows["imposed_acceptance"] == 1, kept_verify, 1.0)
+    return rows.assign(draft_ms=draft_ms, verify_ms=verify_ms)
+
+
 def test_planted_forcing_is_neutral_or_not() -> None:
-    trace = recorded(noise=0.002)
-    found = forcing_check(trace).set_index("part")
+    found = forcing_check(forced(noise=0.005)).set_index("part")
     assert found["neutral"].all()
     assert found["resolved"].all()
-    slow = trace.assign(verify_ms=trace["verify_ms"] * (1 + 0.1 * (trace["num_accepted_tokens"] == 4)))
-    found = forcing_check(slow).set_index("part")
-    assert not found.loc["verify_ms", "neutral"]
+    assert (found["num_units"] == 24).all()  # rounds of both contexts
+    found = forcing_check(forced(kept_verify=1.1)).set_index("part")
+    assert (found.loc["draft_ms", "neutral"], found.loc["verify_ms", "neutral"]) == (True, False)
     assert found.loc["verify_ms", "ratio"] == pytest.approx(1.1, rel=0.02)
+    real = forcing_check(recorded(noise=0.002)).set_index("part")  # prompts are the units of real generations
+    assert (real["num_units"] == 6).all()
     with pytest.raises(InputError, match="want steps that keep all drafts"):
-        forcing_check(trace[trace["num_accepted_tokens"] == 0])
+        forcing_check(forced().query("imposed_acceptance != 1"))
 
 
-def test_the_all_reject_ratio_is_the_relative_cost() -> None:
-    noisy = WORLD.with_(noise=Noise(sample=0.02), context_lens=(1024,), num_rounds=12)
-    trace = recorded(noise=0.01).assign(context_len=1024.0)
-    trace.loc[trace["arm"] == "speculative", "step_ms"] = trace["num_drafted_tokens"].map(lambda j: step_ms(1024, j))
-    trace.loc[trace["arm"] == "plain", "step_ms"] = 11.0
-    (row,) = all_reject_ratio(trace, step_costs(cost_rows(noisy))).to_dict("records")
-    assert row["all_reject"] == pytest.approx(step_ms(1024, 4) / 11)
-    assert row["inside"]
-    (row,) = all_reject_ratio(trace.assign(step_ms=trace["step_ms"] * np.where(trace["arm"] == "plain", 1, 1.3)),
-                              step_costs(cost_rows(noisy))).to_dict("records")  # fmt: skip
-    assert not row["inside"]
+def test_the_all_reject_ratio_equals_the_relative_cost_of_its_run() -> None:
+    rows = forced()
+    table = all_reject_ratio(rows)
+    assert table["inside"].all()
+    assert table["resolved"].all()
+    truths = [step_ms(context, 4) / (10 + context / 1024) for context in (1024, 4096)]
+    assert table["all_reject"].to_numpy() == pytest.approx(truths, rel=0.02)
+    cells = breakeven(fixed_context(rows), 3.0).cells
+    assert table["relative_step_cost"].to_numpy() == pytest.approx(cells["relative_step_cost"].to_numpy(), rel=1e-4)
+    assert table["context_len"].tolist() == [1024, 4096]
+    assert not all_reject_ratio(forced(rejected=1.05))["inside"].any()
+    with pytest.raises(InputError, match="acceptance=forced` makes them"):
+        all_reject_ratio(rows[rows["imposed_acceptance"] != 0])
+
+
+def test_the_all_reject_interval_holds_the_truth() -> None:
+    """60 planted cells without a difference: the interval misses 0 about one time in twenty."""
+    inside = [all_reject_ratio(forced(seed=10 * seed), resamples=400)["inside"] for seed in range(30)]
+    assert 0.90 <= np.concatenate(inside).mean() <= 1.0
+
+
+def test_generations_at_an_imposed_rate_are_no_costs() -> None:
+    rows = forced(rejected=3.0)
+    assert fixed_context(rows)["imposed_acceptance"].isna().all()
+    assert cost_rows_of(rows)["step_ms"].tolist() == fixed_context(rows)["step_ms"].tolist()
+    relative = [breakeven(part, 3.0).cells["relative_step_cost"].tolist() for part in (rows, fixed_context(rows))]
+    assert relative[0] == relative[1]
+
+
+def test_a_forced_run_of_a_tiny_model_holds_both_rates_in_the_rounds_of_its_costs() -> None:
+    """`labkit run loop --set acceptance=forced`: what is imposed happens, and both checks read the rows."""
+    axes = {"target": ["random:tiny"], "context_len": [64], "num_speculative_tokens": [3], "num_rounds": [3]}
+    backends = {"verify_backend": ["sdpa"], "decode_backend": ["sdpa"]}
+    arms = loop.points("ci", acceptance=["forced"], **axes, **backends)
+    found = [
+        pd.DataFrame(rows).assign(**(arm | {"status": "ok"}))
+        for arm, rows in zip(arms, loop.measure(arms), strict=True)
+    ]
+    rows = pd.concat(found, ignore_index=True).assign(run_id="run", gpu="cpu")
+    full = rows[rows["num_drafted_tokens"] == 3].fillna({"imposed_acceptance": -1})
+    kept = {rate: set(own["num_accepted_tokens"]) for rate, own in full.groupby("imposed_acceptance")}
+    assert kept == {0.0: {0}, 1.0: {3}, -1.0: {0}}
+    assert (full.groupby("round")["imposed_acceptance"].nunique() == 3).all()
+    assert set(forcing_check(rows)["part"]) == {"draft_ms", "verify_ms"}
+    assert all_reject_ratio(rows)["num_rounds"].tolist() == [3]
 
 
 def test_acceptance_does_not_change_the_verify_time_of_the_recorded_steps() -> None:
-    loop = load_runs("loop")
-    real = loop[(loop["origin"] == "measured") & (loop["weight_dtype"] == "float32")]
+    stored = load_runs("loop")
+    real = stored[(stored["origin"] == "measured") & (stored["weight_dtype"] == "float32")]
     verify = forcing_check(real).set_index("part").loc["verify_ms"]
     assert verify["neutral"]
     assert verify["resolved"]

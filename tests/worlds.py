@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from labkit.acceptance import AcceptanceCounts
+from labkit.acceptance import AcceptanceCounts, prompt_histograms
 from labkit.breakeven import breakeven
 
 
@@ -114,7 +114,8 @@ class AcceptanceWorld:
     """Prompts whose chance of keeping each further draft token is drawn from a Beta distribution.
 
     A prompt emits about `tokens_per_prompt` tokens, so texts that accept little take more steps. A step drafts k tokens
-    with the chance `drafted_share`, otherwise none. `spread` is the sd of the chance between prompts, 0 for none.
+    with the chance `drafted_share`, otherwise none. `spread` is the sd of the chance of keeping between prompts, 0 for
+    none; `share_spread` that of the chance of drafting, which goes with it (a lookup that finds more keeps more).
     """
 
     keep: float = 0.6
@@ -122,6 +123,7 @@ class AcceptanceWorld:
     num_prompts: int = 16
     tokens_per_prompt: int = 128
     drafted_share: float = 1.0
+    share_spread: float = 0.0
     num_speculative_tokens: int = 4
     target: str = "tiny"
     drafter: str = "ngram"
@@ -140,16 +142,22 @@ class AcceptanceWorld:
         concentration = self.keep * (1 - self.keep) / self.spread**2 - 1
         return rng.beta(self.keep * concentration, (1 - self.keep) * concentration, num_prompts)
 
+    def shares(self, chances: np.ndarray) -> np.ndarray:
+        """Chance that a step drafts, per prompt; it rises with the chance of keeping."""
+        slope = self.share_spread / self.spread if self.spread else 0.0
+        return np.clip(self.drafted_share + slope * (chances - self.keep), 0.02, 1.0)
+
     def steps_and_length(self, chances: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Verify steps and expected acceptance length of prompts with these chances."""
         kept = sum(chances**i for i in range(1, self.num_speculative_tokens + 1))
-        length = 1 + self.drafted_share * kept
+        length = 1 + self.shares(chances) * kept
         return np.maximum(1, np.round(self.tokens_per_prompt / length)), length
 
-    def true_length(self) -> float:
-        """Pooled mean acceptance length over a very large number of prompts."""
-        steps, length = self.steps_and_length(self.chances(200_000, np.random.default_rng(1)))
-        return float((steps * length).sum() / steps.sum())
+    def truth(self) -> tuple[float, float]:
+        """Mean acceptance length and share of steps that draft, pooled over a very large number of prompts."""
+        chances = self.chances(200_000, np.random.default_rng(1))
+        steps, length = self.steps_and_length(chances)
+        return tuple(float((steps * values).sum() / steps.sum()) for values in (length, self.shares(chances)))
 
 
 def acceptance_rows(world: AcceptanceWorld, rng: np.random.Generator | None = None) -> pd.DataFrame:
@@ -158,9 +166,9 @@ def acceptance_rows(world: AcceptanceWorld, rng: np.random.Generator | None = No
     k = world.num_speculative_tokens
     chances = world.chances(world.num_prompts, rng)
     histograms = []
-    for chance, steps in zip(chances, world.steps_and_length(chances)[0], strict=True):
+    for chance, share, steps in zip(chances, world.shares(chances), world.steps_and_length(chances)[0], strict=True):
         kept = chance ** np.arange(k + 1) * np.append(np.full(k, 1 - chance), 1.0)
-        num_drafted = rng.binomial(int(steps), world.drafted_share)
+        num_drafted = rng.binomial(int(steps), share)
         histogram = np.zeros((k + 1, k + 1), dtype=int)
         histogram[k] = rng.multinomial(num_drafted, kept)
         histogram[0, 0] = int(steps) - num_drafted
@@ -196,6 +204,21 @@ def rows_of_counts(prompts: Sequence[AcceptanceCounts], world: AcceptanceWorld |
     )
 
 
+# As n-gram lookup on SmolLM2 in the committed runs: `spread_between_prompts`.
+TYPICAL_TEXTS = AcceptanceWorld(spread=0.2, drafted_share=0.7, share_spread=0.2, tokens_per_prompt=256)
+
+
+def spread_between_prompts(acceptance: pd.DataFrame, relative_costs: np.ndarray) -> tuple[float, float]:
+    """Speed-up of acceptance rows, and the sd between prompts of what each adds to its log (the ratio's linear part).
+
+    relative_costs : of steps with 0..k drafts.
+    """
+    histograms = prompt_histograms(acceptance)
+    tokens = histograms.sum(axis=(1, 2)) + histograms.sum(axis=1) @ np.arange(len(relative_costs))
+    costs = histograms.sum(axis=2) @ relative_costs
+    return tokens.sum() / costs.sum(), float(np.std(tokens / tokens.mean() - costs / costs.mean(), ddof=1))
+
+
 @dataclass(frozen=True)
 class Calibration:
     """How intervals and verdicts did in many planted worlds: shares of worlds, 0..1."""
@@ -212,21 +235,22 @@ def calibrate(
     num_worlds: int,
     *,
     num_prompts: int = 16,
-    num_rounds: int = 8,
-    samples_per_round: int = 2,
+    num_rounds: int = 16,
+    samples_per_round: int = 4,
     noise: Noise = TYPICAL_NOISE,
-    drafted_share: float = 0.7,
-    spread: float = 0.15,
+    texts: AcceptanceWorld = TYPICAL_TEXTS,
     resamples: int = 600,
     seed: int = 0,
 ) -> Calibration:
     """Plant `num_worlds` speed-ups between about 0.7 and 1.5 and judge them all in one call.
 
-    A clear world has a speed-up at least 10% from 1. A verdict is wrong when it says pays or loses of the other side.
+    Rounds and samples are those of the GPU preset of `labkit run loop`. A clear world has a speed-up at least 10% from
+    1. A verdict is wrong when it says pays or loses of the other side.
     """
     rng = np.random.default_rng(seed)
     costs, acceptances, truths = [], [], {}
-    base = AcceptanceWorld(num_prompts=num_prompts, drafted_share=drafted_share, spread=spread)
+    base = texts.with_(num_prompts=num_prompts)
+    length, share = base.truth()
     for index in range(num_worlds):
         name, slope = f"world-{index}", rng.uniform(0.05, 0.45)
         cost = CostWorld(
@@ -241,9 +265,9 @@ def calibrate(
         )
         costs.append(cost_rows(cost, rng))
         acceptances.append(acceptance_rows(base.with_(target=name), rng))
-        truths[name] = drafted_share * (1.1 + 4 * slope) + (1 - drafted_share) * 1.1
+        truths[name] = 1.1 + share * 4 * slope
     cells = breakeven(pd.concat(costs), pd.concat(acceptances), resamples=resamples).cells
-    relative, length = cells["target"].map(truths), base.true_length()
+    relative = cells["target"].map(truths)
     truth = length / relative
     decided = cells["verdict"].isin(("pays", "loses", "cannot_pay"))
     return Calibration(

@@ -8,9 +8,10 @@ from labkit.decide.best_k import SETTING
 from labkit.decide.published import load_published, published_table
 from labkit.decide.recommend import cell_text
 from labkit.decide.surface import Surface
-from labkit.plots.curves import matching_curves
+from labkit.plots.curves import matching_curves, turning_text
 from labkit.plots.style import format_tokens
-from labkit.rows import listed
+from labkit.plots.verdict import imposed_note
+from labkit.rows import listed, matching
 
 
 def best_table(surface: Surface) -> pd.DataFrame:
@@ -32,8 +33,7 @@ def draft_length_answer(surface: Surface) -> str:
     for key, rows in surface.regret.groupby(SETTING, dropna=False, sort=True):
         names: dict[str, Any] = dict(zip(SETTING, key, strict=True))
         best = rows.sort_values(["mean_regret", "num_speculative_tokens"]).iloc[0]
-        own = surface.best[surface.best["verify_backend"] == names["verify_backend"]]
-        own = own[own["workload"].isna() if pd.isna(names["workload"]) else own["workload"] == names["workload"]]
+        own = matching(surface.best, names)
         text = "imposed length" if pd.isna(names["workload"]) else str(names["workload"]).replace("_", " ")
         line = f"- verify on {names['verify_backend']}, {text}: k = {best['num_speculative_tokens']} everywhere"
         line += f" loses at most {best['worst_regret']:.0%} of the best speed-up"
@@ -49,6 +49,7 @@ def concurrency_answer(surface: Surface) -> str:
     """Up to how many concurrent requests speculation pays; or plainly that only one batch size was measured."""
     cells = surface.result.cells
     lines = [f"How many concurrent requests until speculation stops paying on {listed(cells, 'gpu')}?"]
+    lines.append(f"{listed(cells, 'target')} · {listed(cells, 'drafter')} drafter{imposed_note(cells)}")
     batches = sorted(cells["batch_size"].unique())
     if len(batches) < 2:
         lines.append(f"- only batch {batches[0]:g} was measured here: the turning point is not known for this device.")
@@ -56,19 +57,16 @@ def concurrency_answer(surface: Surface) -> str:
     for curve in surface.result.turning_points:
         where = f"verify on {curve['verify_backend']}, context {format_tokens(curve['context_len'])}, "
         where += f"k = {curve['num_speculative_tokens']}"
-        for crossing in curve["crossovers"]:
-            bounds = ["open" if crossing[side] is None else f"{crossing[side]:.0f}" for side in ("low", "high")]
-            claim = "up to" if crossing["direction"] == "pays below" else "from"
-            claim = f"pays {claim}" if crossing["decided"] else "undecided around"
-            lines.append(f"- {where}: {claim} {crossing['batch_size']:.0f} requests [{bounds[0]}, {bounds[1]}].")
-    groups: dict[tuple[str, str], list[str]] = {}
+        lines += [f"- {where}: {turning_text(crossing)}." for crossing in curve["crossovers"]]
+    groups: dict[tuple[str, str, int], list[str]] = {}
     for found, rows in matching_curves(surface.result.turning_points, cells):
         if not found["crossovers"]:
-            state = "gains" if (rows["speedup"] > 1).all() else "loses" if (rows["speedup"] < 1).all() else "varies"
-            groups.setdefault((found["verify_backend"], state), []).append(format_tokens(found["context_len"]))
-    for (backend, state), contexts in groups.items():
+            state = " or ".join(sorted(rows["verdict"].replace("cannot_pay", "loses").unique()))
+            most = int(rows["batch_size"].max())
+            groups.setdefault((found["verify_backend"], state, most), []).append(format_tokens(found["context_len"]))
+    for (backend, state, most), contexts in groups.items():
         where = ", ".join(dict.fromkeys(contexts))
-        lines.append(f"- verify on {backend}: {state} at every batch up to {batches[-1]:g}, contexts {where}.")
+        lines.append(f"- verify on {backend}: {state} at every batch up to {most}, contexts {where}.")
     streams = published_streams()
     lost = streams[(streams["verdict"] == "loses") & (streams["batch_size"] > 1)]
     gained = streams[(streams["verdict"] == "pays") & (streams["batch_size"] == 1)]

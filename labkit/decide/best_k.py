@@ -12,7 +12,10 @@ from labkit.errors import InputError
 from labkit.rows import ok_rows
 
 # One deployment: what a single setting of k serves.
-SETTING = ["gpu", "target", "drafter", "workload", "temperature", "verify_backend", "draft_backend"]
+SETTING = [
+    *("gpu", "target", "drafter", "workload", "temperature", "verify_backend", "draft_backend"),
+    *("weight_dtype", "kv_dtype"),
+]
 CELL = [*SETTING, "context_len", "batch_size"]
 _KEY = ["target", "drafter", "workload", "temperature", "prompt_id", "context_len_low", "context_len_high"]
 
@@ -95,27 +98,50 @@ def _tokens_and_steps(rows: pd.DataFrame) -> pd.DataFrame:
 def best_k(cells: pd.DataFrame) -> pd.DataFrame:
     """The k with the largest speed-up per context and batch, 0 (no speculation, speed-up 1) included.
 
-    cells : `labkit.breakeven.Breakeven.cells` of several k. Cells without a speed-up are left out.
+    cells : `labkit.breakeven.Breakeven.cells` of several k. Those without a speed-up cannot be chosen (`not_judged`).
 
     Returns ``CELL``, best_k, speedup, speedup_low, speedup_high, decided (the interval of the best k lies above 1; for
-    0: that of every k below), origin, reason (what else the best k's cell rests on). The largest of several estimates
-    is a little too large.
+    0: that of every k below), origin, verdict (of the best k's cell; for 0: cannot_pay if no k can, else loses or
+    undecided), reason (what else the best k's cell rests on). The largest of several estimates is a little too large.
     """
     known = cells[cells["speedup"].notna()]
     if known.empty:
-        raise InputError("best k: want cells with a speed-up; none has both a cost and an acceptance length")
+        why = f" ({cells['reason'].iloc[0]})" if len(cells) else ""
+        raise InputError(f"best k: want cells with a speed-up; none has both a cost and an acceptance length{why}")
     records = []
     for key, rows in known.groupby(CELL, dropna=False, sort=True):
         best = rows.iloc[int(rows["speedup"].to_numpy(float).argmax())]
         place = dict(zip(CELL, key, strict=True)) | {"reason": best["reason"]}
         if best["speedup"] > 1:
-            values = {name: best[name] for name in ("speedup", "speedup_low", "speedup_high", "origin")}
+            values = {name: best[name] for name in ("speedup", "speedup_low", "speedup_high", "origin", "verdict")}
             place |= {"best_k": int(best["num_speculative_tokens"]), **values, "decided": best["speedup_low"] > 1}
         else:
             place |= {"best_k": 0, "speedup": 1.0, "speedup_low": 1.0, "speedup_high": 1.0, "origin": best["origin"]}
             place["decided"] = bool((rows["speedup_high"] < 1).all())
+            never = (rows["verdict"] == "cannot_pay").all()
+            place["verdict"] = "cannot_pay" if never else "loses" if place["decided"] else "undecided"
         records.append(place)
     return pd.DataFrame(records)
+
+
+def not_judged(cells: pd.DataFrame) -> pd.DataFrame:
+    """The cells that `best_k` cannot choose, for want of a speed-up.
+
+    Returns ``CELL``, num_speculative_tokens, verdict (``cannot_pay`` where the cost alone exceeds k+1), reason (an
+    imposed length above k+1, no acceptance for this context, ...).
+    """
+    columns = [*CELL, "num_speculative_tokens", "verdict", "reason"]
+    judged = cells.loc[cells["speedup"].notna(), columns]
+    place = [name for name in columns[:-2] if name not in ("workload", "temperature")]
+    texts = judged[SETTING].drop_duplicates()
+    # A text that was not measured where others were has no cell at all.
+    every = texts.merge(judged[place].drop_duplicates(), on=[name for name in place if name in SETTING])
+    both = every.merge(judged[columns[:-2]], how="left", indicator=True)
+    gaps = both[both["_merge"] == "left_only"].assign(verdict="undecided")
+    gaps["reason"] = [
+        f"no acceptance of {w} at context_len {c:g}" for w, c in gaps[["workload", "context_len"]].to_numpy()
+    ]
+    return pd.concat([cells.loc[cells["speedup"].isna(), columns], gaps[columns]], ignore_index=True)
 
 
 def regret(cells: pd.DataFrame) -> pd.DataFrame:

@@ -147,6 +147,8 @@ def capacity(
     for name in ("context_len", "batch_size", "num_gpus", "memory_share"):
         if min(axes[name]) <= 0 or (name == "memory_share" and max(axes[name]) > 1):
             raise InputError(f"--set {name}: wanted values above 0{' up to 1' if name == 'memory_share' else ''}")
+    if min(axes["weight_gb"]) < 0:
+        raise InputError("--set weight_gb: wanted 0 (the shape's own) or more")
     target, drafter, size = shape_of(model), shape_of(draft_model) if draft_model else None, memory_gb(gpu)
     plans = []
     fixed = ("weight_dtype", "kv_dtype", "draft_dtype", "num_gpus", "memory_share", "weight_gb")
@@ -175,8 +177,8 @@ def render(found: Mapping[str, Any]) -> str:
     for plan in found["plans"]:
         lines += ["", f"{plan['weight_dtype']} weights, {plan['kv_dtype']} KV, {plan['num_gpus']} GPU(s), "
                   f"{plan['memory_share']:.0%} of the memory: {plan['weights_gb']:.1f} GB weights, "
-                  f"{plan['draft_gb']:.1f} GB drafter, {plan['free_gb']:.1f} GB for KV of "
-                  f"{plan['kv_bytes_per_token']:,.0f} bytes per token = {plan['num_tokens']:,} tokens"]  # fmt: skip
+                  f"{plan['draft_gb']:.1f} GB drafter, {plan['free_gb']:.1f} GB for KV: {plan['num_tokens']:,} tokens "
+                  f"of {plan['kv_bytes_per_token']:,.0f} bytes each"]  # fmt: skip
         if plan["free_gb"] <= 0:
             short = -plan["free_gb"] * plan["num_gpus"]
             lines.append(f"no cell fits: the weights are {short:.1f} GB too large (num_gpus, weight_dtype, weight_gb)")

@@ -160,13 +160,10 @@ def _slope(cells: Sequence[StepCosts], times: Any) -> float:
 def _floor_us_per_token(names: Mapping[str, Any], read_gb_per_s: Mapping[str, float] | float | None) -> float:
     rate = read_gb_per_s.get(names["gpu"]) if isinstance(read_gb_per_s, Mapping) else read_gb_per_s
     try:
-        num_bytes = (
-            model_shape(names["target"].removeprefix("random:")).kv_bytes_per_token(names["kv_dtype"])
-            * names["batch_size"]
-        )
+        per_request = model_shape(names["target"].removeprefix("random:")).kv_bytes_per_token(names["kv_dtype"])
     except (InputError, TypeError):
         return float("nan")
-    return num_bytes / rate / 1e3 if rate else float("nan")
+    return per_request * names["batch_size"] / rate / 1e3 if rate else float("nan")
 
 
 def breakeven_floor(cells: pd.DataFrame) -> pd.DataFrame:

@@ -82,21 +82,57 @@ class Comparison:
     def to_text(self) -> str:
         """Differences by kind, problems, and the ratios or why there are none."""
         lines = []
-        for kind in ("asked_for", "implied", "allowed", "unexplained", "incidental"):
-            for item in self.of_kind(kind):
-                values = " -> ".join(textwrap.shorten(str(side), 60, placeholder=" ...") for side in (item.a, item.b))
-                lines.append(f"{kind.replace('_', ' '):12} {item.field}: {values} ({item.why})")
+        common = [item for item in self.of_kind("incidental") if item.field.startswith("rows.")]
+        for item in (
+            *(i for kind in ("asked_for", "implied", "allowed", "unexplained") for i in self.of_kind(kind)),
+            *common,
+        ):
+            lines.append(f"{item.kind.replace('_', ' '):12} {item.field}: {_sides(item.a, item.b)} ({item.why})")
+        if others := [item.field.split(".")[0] for item in self.of_kind("incidental") if item not in common]:
+            lines.append(f"incidental   {len(others)} more, of {', '.join(dict.fromkeys(others))} (--json lists them)")
         lines += [f"problem      {problem}" for problem in self.problems]
         if not self.comparable:
-            lines.append("not comparable: the differences marked unexplained and the problems forbid a ratio")
+            why = [f"{len(self.unexplained)} unexplained differences"] * bool(self.unexplained)
+            why += [f"{len(self.problems)} problems"] * bool(self.problems)
+            lines.append(
+                f"not comparable: {' and '.join(why)} forbid a ratio; --varying and --allow name what may differ"
+            )
         elif self.ratios is not None:
-            lines.append(self.ratios.to_string(index=False, float_format=lambda value: f"{value:.4g}"))
+            lines += _ratio_lines(self.ratios)
             if (self.ratios["claim"] == ONE_LAUNCH).any() and not self.ratios["paired"].all():
                 lines.append("unpaired: drift, and what differs between two launches as such, are not in the interval")
                 lines.append("within one launch: undecided between launches; measure each side in two or more")
         else:
             lines.append("nothing to compare: no time that both sides hold")
         return "\n".join(lines)
+
+
+def _sides(a: Any, b: Any) -> str:
+    """Both values in short; of lists with a common part, what only one of them has."""
+    both = isinstance(a, list) and isinstance(b, list) and any(item in b for item in a)
+    if both:
+        only = [[item for item in side if item not in other] for side, other in ((a, b), (b, a))]
+        return ", ".join(f"only {name}: {_short(items)}" for name, items in zip("AB", only, strict=True) if items)
+    return f"{_short(a)} -> {_short(b)}"
+
+
+def _ratio_lines(ratios: pd.DataFrame) -> list[str]:
+    """The ratios as a table; what is the same in all its rows stands above it."""
+    same = {name: ratios[name].iloc[0] for name in (*MATCHED, "claim") if name in ratios and _one(ratios[name])}
+    table = ratios.drop(columns=[*same, "column", "ratio_low", "ratio_high", "paired"])
+    bounds = ratios[["ratio", "ratio_low", "ratio_high"]].itertuples(index=False)
+    table["ratio"] = [f"{ratio:.3f} [{low:.3f}, {high:.3f}]" for ratio, low, high in bounds]
+    told = ", ".join(f"{name} {value}" for name, value in same.items() if not pd.isna(value))
+    text = table.to_string(index=False, na_rep="", float_format=lambda value: f"{value:.4g}")
+    return [f"B over A of {ratios['column'].iloc[0]}, 95 % intervals ({told})", text]
+
+
+def _one(values: pd.Series) -> bool:
+    return values.nunique(dropna=False) == 1
+
+
+def _short(value: Any) -> str:
+    return textwrap.shorten(str(value), 60, placeholder=" ...")
 
 
 def compare_runs(
@@ -169,6 +205,9 @@ def compare_files(path_a: Path, path_b: Path, **options: Any) -> Comparison:
                 raise InputError(f"{path}: wanted launches of one run to compare; they differ in {found[0].field}")
         sides.append((first, load_runs(first["experiment"], *files)))
     (a, rows_a), (b, rows_b) = sides
+    if a["experiment"] != b["experiment"]:
+        kinds = f"{a['experiment']} and {b['experiment']}"
+        raise InputError(f"runs to compare: wanted two of one experiment, got {kinds}")
     return compare_runs(a, b, rows_a=rows_a, rows_b=rows_b, **options)
 
 

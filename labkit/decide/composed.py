@@ -72,7 +72,11 @@ def stored_costs(paths: Sequence[Path | str]) -> pd.DataFrame:
 
 def stored_acceptance(paths: Sequence[Path | str]) -> pd.DataFrame:
     """The acceptance rows at the paths, beside runs of other kinds. Raises InputError: none there, or a broken one."""
-    return load_runs("acceptance", *([path for path in paths if "acceptance" in experiments_in(path)] or paths))
+    own = [path for path in paths if "acceptance" in experiments_in(path)]
+    if paths and not own:
+        found = ", ".join(sorted(experiments_in(*paths))) or "no runs"
+        raise InputError(f"acceptance: want acceptance runs too, or --acceptance-length X; found only {found}")
+    return load_runs("acceptance", *own)
 
 
 def composed_costs(step_rows: pd.DataFrame) -> pd.DataFrame:

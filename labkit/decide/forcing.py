@@ -5,16 +5,21 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from labkit.decide.intervals import generator, percentile_interval, resampled_medians, student_spread
+from labkit.decide.intervals import generator, percentile_interval
 from labkit.decide.ratios import median_and_deviations
-from labkit.decide.step_costs import StepCosts, baseline_ms
+from labkit.decide.step_costs import PAIR, baseline_ms, step_costs
 from labkit.errors import InputError
-from labkit.rows import ok_rows
+from labkit.rows import fixed_context, ok_rows
 
-NEEDED = ("arm", "run_id", "group", "num_drafted_tokens", "num_accepted_tokens", "context_len", "step_ms")
+NEEDED = (
+    *(*PAIR, "arm", "verify_backend", "drafter", "num_drafted_tokens", "num_accepted_tokens"),
+    *("step_ms", "imposed_acceptance"),
+)
 PARTS = ("draft_ms", "verify_ms")
 # Two times that differ by less are the same for a verdict: its intervals are wider.
 NEUTRAL = 0.02
+# An interval whose ends are further apart says nothing about a change of a few per cent.
+RESOLVED = 1.1
 
 
 def forcing_check(
@@ -22,35 +27,34 @@ def forcing_check(
 ) -> pd.DataFrame:
     """Draft and verify time of steps that kept all their drafts over steps that kept none, at equal draft lengths.
 
-    If acceptance does not change the device time of a step, it may be imposed. Groups (a prompt, or a cost cell) are
-    the unit: each gives one ratio of medians, groups are resampled. Context differs a little inside a group of real
-    generations, which is part of the spread.
+    If acceptance does not change the device time of a step, it may be imposed. One ratio of medians per round of a
+    forced run (``labkit run loop --set acceptance=forced``), whose arms are interleaved; of real generations, where
+    rounds repeat a prompt, per group. These units are resampled. Context differs a little inside a unit, which is part
+    of the spread.
 
-    loop_rows : speculative rows, of real generations or with several imposed acceptances.
-
-    Returns part, num_drafted_tokens, ratio, low, high, num_groups, neutral (the interval lies within 1 +- `NEUTRAL`, or
-    holds 1) and resolved (it is narrower than +- 5%, so that neutral means something). Raises InputError: no group has
-    both kinds of step.
+    Returns verify_backend, drafter, num_drafted_tokens, part, ratio with _low and _high, rejected_ms (of steps that
+    keep none), num_units, neutral (the interval lies within 1 +- `NEUTRAL`, or holds 1) and resolved (it is narrower
+    than +- 5%, so that neutral means something). Raises InputError: no unit has both kinds of step.
     """
     rows = ok_rows(loop_rows, "loop", NEEDED)
     rows = rows[(rows["arm"] == "speculative") & (rows["num_drafted_tokens"] > 0)]
-    none, every = rows["num_accepted_tokens"] == 0, rows["num_accepted_tokens"] == rows["num_drafted_tokens"]
+    unit = PAIR if rows["imposed_acceptance"].notna().any() else PAIR[:2]
+    rejected = rows["num_accepted_tokens"] == 0
+    kept = rows["num_accepted_tokens"] == rows["num_drafted_tokens"]
     records = []
-    for j in sorted(rows["num_drafted_tokens"].unique()):
+    names = ["verify_backend", "drafter", "num_drafted_tokens"]
+    for key, own in rows.groupby(names):
+        place = dict(zip(names, key, strict=True))
         for part in PARTS:
-            same = rows["num_drafted_tokens"] == j
-            rejected, kept = (
-                rows.loc[same & side].groupby(["run_id", "group"])[part].median() for side in (none, every)
-            )
-            ratios = np.log((kept / rejected).dropna().to_numpy())
-            if not len(ratios):
+            none, every = (own[side[own.index]].groupby(unit)[part].median() for side in (rejected, kept))
+            if not len(logs := np.log((every / none).dropna().to_numpy())):
                 continue
-            rng = generator(seed, "forcing", part, j)
-            log, draws = median_and_deviations(ratios, resamples, rng)
-            low, high = np.exp(log + np.array(percentile_interval(draws, confidence)))
-            neutral = bool(low <= 1 <= high or (low > 1 - NEUTRAL and high < 1 + NEUTRAL))
-            found = {"ratio": np.exp(log), "low": low, "high": high, "num_groups": len(ratios), "neutral": neutral}
-            records.append({"part": part, "num_drafted_tokens": int(j)} | found | {"resolved": bool(high / low < 1.1)})
+            found = _interval("ratio", logs, confidence, resamples, generator(seed, "forcing", part, *key))
+            low, high = found["ratio_low"], found["ratio_high"]
+            neutral = low <= 1 <= high or (low > 1 - NEUTRAL and high < 1 + NEUTRAL)
+            told = {"rejected_ms": float(none.median()), "num_units": len(logs)}
+            told |= {"neutral": neutral, "resolved": high / low < RESOLVED}
+            records.append(place | {"part": part} | found | told)
     if not records:
         raise InputError("forcing: want steps that keep all drafts and steps that keep none in one group; found none")
     return pd.DataFrame(records)
@@ -58,43 +62,49 @@ def forcing_check(
 
 def all_reject_ratio(
     loop_rows: pd.DataFrame,
-    costs: list[StepCosts],
     *,
     baseline: str = "fastest",
     confidence: float = 0.95,
+    resamples: int = 2000,
     seed: int = 0,
 ) -> pd.DataFrame:
-    """A step whose drafts were all rejected over plain decode, beside the cost cell's ratio with its interval.
+    """The all-reject measurement (generations at imposed rate 0 over plain decode) beside R of the cost rows.
 
-    loop_rows : real generations, both arms, or forced ones; ratios of medians inside a (run_id, group), then the median
-        over groups. costs : cells of cost runs; each is compared at the nearest measured context of the same backend,
-        draft length, target and dtypes.
+    loop_rows : of forced runs (``labkit run loop --set acceptance=forced``): cost rows, plain decode and generations at
+        rate 0 share their rounds.
 
-    Returns verify_backend, k, context_len (of the generations, median), cost_context_len, all_reject,
-    relative_step_cost with _low and _high, inside. Empty where nothing matches.
+    Returns verify_backend, drafter, context_len, batch_size, num_speculative_tokens, all_reject, num_rounds,
+    relative_step_cost and all_reject_over_it (paired by round) with _low and _high, inside (the latter's interval holds
+    1) and resolved (it is narrower than +- 5%, so that inside means something). Raises InputError: no such generations.
     """
     rows = ok_rows(loop_rows, "loop", NEEDED)
-    plain = rows[rows["arm"] == "plain"].groupby(["run_id", "group"])["step_ms"].median()
-    steps = rows[(rows["arm"] == "speculative") & (rows["num_accepted_tokens"] == 0) & (rows["num_drafted_tokens"] > 0)]
-    names = ["target", "verify_backend", "weight_dtype", "kv_dtype", "num_drafted_tokens"]
+    rows = rows[rows["run_id"].isin(rows.loc[rows["imposed_acceptance"] == 0, "run_id"])]
+    if rows.empty:
+        raise InputError(
+            "forcing: want generations at imposed rate 0; `labkit run loop --set acceptance=forced` makes them"
+        )
+    again = rows[(rows["arm"] == "plain") | (rows["imposed_acceptance"] == 0)].assign(imposed_acceptance=None)
+    costs, forced = step_costs(fixed_context(rows)), step_costs(again)
     records = []
-    for key, own in steps.groupby(names, dropna=False, sort=True):
-        wanted: dict[str, Any] = dict(zip(names, key, strict=True))
-        k, at = int(wanted.pop("num_drafted_tokens")), float(own["context_len"].median())
-        cells = [c for c in costs if c.num_speculative_tokens == k and all(c.key[n] == v for n, v in wanted.items())]
-        ratio = (own.groupby(["run_id", "group"])["step_ms"].median() / plain).dropna()
-        if not cells or ratio.empty:
-            continue
-        cost = min(cells, key=lambda cell: abs(np.log(cell.key["context_len"] / at)))
-        ratios = (cost.step_ms[:, k] / baseline_ms(cost, baseline)[1])[:, None]
-        ratios = ratios[np.isfinite(ratios[:, 0])]
-        rng, log = generator(seed, "all-reject", *key), float(np.log(np.median(ratios)))
-        spread = student_spread(len(ratios), 2000, rng, of_medians=True)
-        draws = spread * (np.log(resampled_medians(ratios, 2000, rng)[:, 0]) - log)
-        low, high = np.exp(log + np.array(percentile_interval(draws, confidence)))
-        found = {"all_reject": float(ratio.median()), "relative_step_cost": float(np.exp(log))}
-        bounds = {"relative_step_cost_low": low, "relative_step_cost_high": high}
-        place = {"verify_backend": wanted["verify_backend"], "k": k, "context_len": at, "num_groups": len(ratio)}
-        inside = bool(low <= found["all_reject"] <= high)
-        records.append(place | {"cost_context_len": cost.key["context_len"]} | found | bounds | {"inside": inside})
+    for cost, rejected in zip(costs, forced, strict=True):
+        k, (_, decode_ms) = cost.num_speculative_tokens, baseline_ms(cost, baseline)
+        ratio, all_reject = (np.log(side.step_ms[:, k] / decode_ms) for side in (cost, rejected))
+        known = np.isfinite(ratio) & np.isfinite(all_reject)
+        rng = generator(seed, "all-reject", *cost.key.values())
+        names = ("verify_backend", "drafter", "context_len", "batch_size", "num_speculative_tokens")
+        found: dict[str, Any] = {name: cost.key[name] for name in names}
+        found |= {"all_reject": float(np.exp(np.median(all_reject[known]))), "num_rounds": int(known.sum())}
+        found |= _interval("relative_step_cost", ratio[known], confidence, resamples, rng)
+        found |= _interval("all_reject_over_it", (all_reject - ratio)[known], confidence, resamples, rng)
+        low, high = found["all_reject_over_it_low"], found["all_reject_over_it_high"]
+        records.append(found | {"inside": low <= 1 <= high, "resolved": high / low < RESOLVED})
     return pd.DataFrame(records)
+
+
+def _interval(
+    name: str, logs: np.ndarray, confidence: float, resamples: int, rng: np.random.Generator
+) -> dict[str, float]:
+    """The median of the logs as a ratio, with _low and _high."""
+    log, deviations = median_and_deviations(logs, resamples, rng)
+    low, high = np.exp(log + np.array(percentile_interval(deviations, confidence)))
+    return {name: float(np.exp(log)), f"{name}_low": float(low), f"{name}_high": float(high)}

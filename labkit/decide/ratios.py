@@ -16,6 +16,7 @@ TIME_COLUMNS = ("step_ms", "forward_ms", "attention_ms")
 MATCHED = (
     *("arm", "phase", "target", "drafter", "backend", "verify_backend", "decode_backend", "draft_backend"),
     *("workload", "batch_size", "q_len", "context_len", "num_speculative_tokens", "num_drafted_tokens"),
+    "imposed_acceptance",
 )
 
 
@@ -47,6 +48,8 @@ def ratio_table(
 
     ignoring : columns of ``MATCHED`` that are meant to differ and so do not make a cell.
 
+    Rows of generations, whose context grows from step to step, are matched without it: a prompt is measured as a whole.
+
     Returns the matched columns, `column` (which time), a_ms, b_ms, ratio, ratio_low, ratio_high, paired, num_rounds_a,
     num_rounds_b, num_launches_a, num_launches_b, claim ("within one launch" or "across launches") and verdict (faster,
     slower, undecided: of B, for that claim; of unpaired single launches undecided). Bounds are NaN for fewer than two
@@ -61,6 +64,8 @@ def ratio_table(
     a, b = (ok_rows(rows, "compared", [*UNIT, column]) for rows in (rows_a, rows_b))
     keys = [name for name in MATCHED if name in a and name in b and name not in ignoring]
     keys = [name for name in keys if a[name].notna().any() or b[name].notna().any()]
+    if any(_grows(rows) for rows in (a, b)):
+        keys.remove("context_len")
     cells_a, cells_b = _cells(a, keys, column, ignoring), _cells(b, keys, column, ignoring)
     records = []
     for key in [key for key in cells_a if key in cells_b]:
@@ -70,6 +75,12 @@ def ratio_table(
     if not records:
         raise InputError("the compared rows have no cell in common")
     return pd.DataFrame(records)
+
+
+def _grows(rows: pd.DataFrame) -> bool:
+    """Whether the context changes inside a unit of loop rows."""
+    contexts = rows.groupby(UNIT)["context_len"].nunique() if {"step_index", "context_len"} <= set(rows) else None
+    return contexts is not None and bool((contexts > 1).any())
 
 
 def _cells(

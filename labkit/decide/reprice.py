@@ -164,22 +164,12 @@ def _result(
     rounds = student_spread(min(map(len, tables)), resamples, rng, of_medians=True) * (in_draws - log)
     weights = resampled_weights(len(steps), resamples, rng)
     of_text = student_spread(len(steps), resamples, rng) * (np.log((weights @ plain) / (weights @ speculative)) - log)
-    low, high = np.exp(log + np.array(percentile_interval(rounds, confidence)))
-    text_low, text_high = np.exp(log + np.array(percentile_interval(rounds + of_text, confidence)))
-    total = tokens.sum()
+    own, text = (np.exp(log + np.array(percentile_interval(d, confidence))) for d in (rounds, rounds + of_text))
     by_prompt = pd.DataFrame({"prompt_id": pd.factorize(trace["prompt_id"])[1], "num_steps": steps.sum(axis=(1, 2))})
     by_prompt = by_prompt.assign(num_tokens=tokens.sum(axis=1), speedup=plain / speculative)
-    times: dict[str, Any] = {
-        "ms_per_token": float(speculative.sum() / total),
-        "plain_ms_per_token": float(plain.sum() / total),
-    }
-    bounds: dict[str, Any] = {
-        "low": float(low),
-        "high": float(high),
-        "text_low": float(text_low),
-        "text_high": float(text_high),
-    }
-    return Repriced(speedup=float(np.exp(log)), **bounds, **times, by_prompt=by_prompt, notes=tuple(notes))
+    ms, plain_ms = (float(time.sum() / tokens.sum()) for time in (speculative, plain))
+    low, high, text_low, text_high = (float(bound) for bound in (*own, *text))
+    return Repriced(float(np.exp(log)), low, high, text_low, text_high, ms, plain_ms, by_prompt, tuple(notes))
 
 
 def measured_speedup(trace_rows: pd.DataFrame) -> pd.DataFrame:

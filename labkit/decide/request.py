@@ -11,6 +11,7 @@ from labkit.errors import InputError
 from labkit.rows import FORCED_ORIGINS
 
 OUTPUT_TOKENS = (16, 64, 256, 1024, 4096)
+REQUEST_KEY = ("context_len", "batch_size", "num_speculative_tokens", "drafter", "verify_backend", "workload")
 
 
 def request_speedup(
@@ -57,7 +58,7 @@ def request_table(
 
     Returns context_len, batch_size, num_speculative_tokens, drafter, verify_backend, workload, decode_ms, prefill_ms,
     draft_prefill_ms, turning_length with _low and _high (from the interval of the speed-up), and one column
-    ``at_<n>`` per output length.
+    ``at_<n>`` per output length. Raises InputError: neither prefill was measured anywhere.
     """
     by_key = {tuple(cost.key.values()): cost for cost in costs}
     names = list(costs[0].key) if costs else []
@@ -66,19 +67,19 @@ def request_table(
         cost = by_key[tuple(None if pd.isna(cell[name]) else cell[name] for name in names)]
         decode_ms = float(np.nanmedian(baseline_ms(cost, "fastest")[1]))
         prefill_ms, draft_ms = _prefill(rows, cell, drafter=False), _prefill(rows, cell, drafter=True)
-        record = {name: cell[name] for name in ("context_len", "batch_size", "num_speculative_tokens")}
-        record |= {name: cell[name] for name in ("drafter", "verify_backend", "workload")}
-        record |= {"decode_ms": decode_ms, "prefill_ms": prefill_ms, "draft_prefill_ms": draft_ms}
-        for name, bound in (("", "speedup"), ("_low", "speedup_high"), ("_high", "speedup_low")):
-            record[f"turning_length{name}"] = turning_length(
-                cell[bound], decode_ms=decode_ms, draft_prefill_ms=draft_ms
-            )
-        known = np.isfinite([prefill_ms, draft_ms]).all()
         times = {"decode_ms": decode_ms, "prefill_ms": prefill_ms, "draft_prefill_ms": draft_ms}
-        for tokens in output_tokens:
-            record[f"at_{tokens}"] = request_speedup(cell["speedup"], tokens, **times) if known else np.nan
+        record = {name: cell[name] for name in REQUEST_KEY} | times
+        for name, bound in (("", "speedup"), ("_low", "speedup_high"), ("_high", "speedup_low")):
+            found = turning_length(cell[bound], decode_ms=decode_ms, draft_prefill_ms=draft_ms)
+            record[f"turning_length{name}"] = found
+        known = np.isfinite([prefill_ms, draft_ms]).all()
+        for n in output_tokens:
+            record[f"at_{n}"] = request_speedup(cell["speedup"], n, **times) if known else np.nan
         records.append(record)
-    return pd.DataFrame(records)
+    table = pd.DataFrame(records)
+    if records and table[["prefill_ms", "draft_prefill_ms"]].isna().all(axis=None):
+        raise InputError("request: no prefill was measured beside these costs")
+    return table
 
 
 def _prefill(rows: pd.DataFrame, cell: dict[Any, Any], *, drafter: bool) -> float:

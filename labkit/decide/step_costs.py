@@ -66,6 +66,8 @@ def step_costs(cost_rows: pd.DataFrame) -> list[StepCosts]:
     """
     rows = ok_rows(loop_rows(cost_rows) if "forward_ms" in cost_rows else cost_rows, "cost", NEEDED)
     rows = rows.reset_index(drop=True).assign(**{name: None for name in CELL_KEY if name not in rows})
+    if "imposed_acceptance" in rows:  # generations beside the costs, see `labkit.decide.forcing`
+        rows = rows[rows["imposed_acceptance"].isna()].reset_index(drop=True)
     _check(rows)
     plain = rows[rows["arm"] == "plain"]
     speculative = rows[rows["arm"] == "speculative"].astype({"num_speculative_tokens": int})

@@ -13,7 +13,7 @@ from labkit.decide.composed import cost_rows
 from labkit.decide.step_costs import StepCosts, step_costs
 from labkit.decide.verdict import restricted
 from labkit.errors import InputError
-from labkit.rows import is_missing
+from labkit.rows import is_missing, matching
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,7 @@ def select(surface: Surface, *, widest: str | None = None, **where: Any) -> Surf
     chosen = dict(zip(SETTING, counts.sort_values(["wide", "count", "size"]).index[-1], strict=True))
 
     def part(table: pd.DataFrame) -> pd.DataFrame:
-        for name in (name for name in SETTING if name in table):
-            same = table[name].isna() if pd.isna(chosen[name]) else table[name] == chosen[name]
-            table = table[same]
-        return table.reset_index(drop=True)
+        return matching(table, chosen).reset_index(drop=True)
 
     judged = restricted(surface.result, part(surface.result.cells))
     names = ("waterfall", "causes", "floors", "best", "regret")

@@ -34,6 +34,12 @@ def parse_length(text: str) -> float | tuple[float, float, float]:
     return values[0] if len(values) == 1 else (values[0], values[1], values[2])
 
 
+def judging_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options that `labkit breakeven` and `labkit best-k` have in common."""
+    names = ("acceptance_length", "acceptance_from", "baseline", "where")
+    return {name: getattr(arguments, name) for name in names}
+
+
 def verdict_from_files(
     cost_paths: Sequence[Path | str],
     *,
@@ -78,7 +84,7 @@ def render(result: Breakeven, *, everything: bool = False) -> str:
     else:
         all_cells = result.cells
         result, rest = _one_setting(result)
-        rest = [*too_long_notes(all_cells), *rest]
+        rest = [*not_judged_lines(all_cells[all_cells["speedup"].isna()]), *rest]
         table = curve_table(result.cells)
     about = [listed(result.cells, name) for name in ("gpu", "target", "drafter")]
     lines = [f"{', '.join(about)} drafter", table.to_string(index=False), "", *crossing_lines(result), *rest]
@@ -103,13 +109,14 @@ def _one_setting(result: Breakeven) -> tuple[Breakeven, list[str]]:
     return restricted(result, groups[chosen][1]), [*acceptance_notes(groups[chosen][1]), *lines]
 
 
-def too_long_notes(cells: pd.DataFrame) -> list[str]:
-    """Imposed lengths above the k+1 of some cells, and in how many; a listing of curves does not show their reason."""
-    found = cells["reason"].str.extract(r"imposed length (\S+) exceeds the ceiling (\d+)").dropna()
-    return [
-        f"imposed length {length} exceeds k+1 = {ceiling} in {count} cells: not judged"
-        for length, ceiling, count in found.value_counts(sort=False).reset_index().itertuples(index=False)
-    ]
+def not_judged_lines(cells: pd.DataFrame) -> list[str]:
+    """Per k in how many cells there is no speed-up, and the first reason; a listing of curves does not show it."""
+    lines = []
+    for k, own in cells.groupby("num_speculative_tokens"):
+        reasons = own["reason"].fillna("unknown").str.split("; ").str[0].value_counts()
+        more = f" and {len(reasons) - 1} more reasons (--json)" if len(reasons) > 1 else ""
+        lines.append(f"k = {k} not judged in {len(own)} of its cells: {reasons.index[0]}{more}")
+    return lines
 
 
 def acceptance_notes(cells: pd.DataFrame) -> list[str]:
@@ -177,14 +184,7 @@ def run_from_arguments(arguments: argparse.Namespace) -> tuple[dict[str, Any], s
 
     if arguments.out:
         check_out(arguments.out, FORMATS)
-    result = verdict_from_files(
-        arguments.cost,
-        acceptance_paths=arguments.acceptance,
-        acceptance_length=arguments.acceptance_length,
-        acceptance_from=arguments.acceptance_from,
-        baseline=arguments.baseline,
-        where=arguments.where,
-    )
+    result = verdict_from_files(arguments.cost, acceptance_paths=arguments.acceptance, **judging_options(arguments))
     if arguments.out:
         write_table(result, arguments.out)
     return result.to_dict(), render(result, everything=arguments.all), 0

@@ -1,8 +1,9 @@
 """What a step costs in the draft/verify loop: speculative steps and plain decode steps, interleaved.
 
-Two kinds of run share the rows. ``acceptance="none"`` is the cost run: the cache is filled to the context length and
-every draft length 0..k is timed with all drafts rejected, so the context stays where it is. ``acceptance="real"``
-generates from prompts, both arms in turn: the speed-up that a user would see.
+Kinds of run share the rows. ``acceptance="none"`` is the cost run: the cache is filled to the context length and
+every draft length 0..k is timed with all drafts rejected, so the context stays where it is. ``acceptance="forced"``
+adds generations in the same rounds that keep none or all of k drafts (`labkit.decide.forcing` compares them).
+``acceptance="real"`` generates from prompts, both arms in turn: the speed-up that a user would see.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ _ONE_VALUE = (
     *("target", "acceptance", "weight_dtype", "launch_mode", "num_rounds", "steps_per_round", "seed", "num_prompts"),
     *common.REPEATS,
 )
-_ALIKE = ("num_drafted_tokens",)  # the samples of an arm that one time is made of
+_ALIKE = ("num_drafted_tokens", "imposed_acceptance")  # the samples of an arm that one time is made of
 # The first step of an arm's turn is not kept on a GPU; on a CPU it takes no longer than the others (each step reads
 # all weights, far beyond the caches).
 _WARM_UP_STEPS = {"cpu": 0, "cuda": 1}
@@ -80,12 +81,12 @@ def points(preset: str, **axes: Sequence[Any]) -> list[dict[str, Any]]:
     grid = common.axes_of(PRESETS, preset, axes)
     common.check_drafters(grid)
     common.check_draft_lengths(grid)
-    common.check_names("acceptance", grid["acceptance"], ("none", "real"))
+    common.check_names("acceptance", grid["acceptance"], ("none", "forced", "real"))
     common.check_names("workload", grid["workload"], workloads.WORKLOADS)
     for role in ("verify_backend", "decode_backend"):
         common.check_backends(role, grid[role])
-    if grid["acceptance"] == ["none"] and 0 in grid["context_len"]:
-        raise InputError("context_len: a cost run (acceptance=none) wanted 1 or more, got 0")
+    if grid["acceptance"] != ["real"] and 0 in grid["context_len"]:
+        raise InputError(f"context_len: acceptance={grid['acceptance'][0]} wanted 1 or more, got 0")
     if grid["acceptance"] == ["real"] and grid["batch_size"] != [1]:
         raise InputError(f"batch_size: acceptance=real generates for one request at a time, got {grid['batch_size']}")
     fixed = {name: common.sole(grid, name) for name in _ONE_VALUE if name != "num_prompts"}
@@ -93,12 +94,12 @@ def points(preset: str, **axes: Sequence[Any]) -> list[dict[str, Any]]:
     common.check_names("launch_mode", grid["launch_mode"], ("graph", "eager"))
     real = fixed["acceptance"] == "real"
     if real and fixed["launch_mode"] == "graph":
-        wanted = "only costs (acceptance=none) are replayed; wanted eager with acceptance=real"
+        wanted = "only imposed acceptance (none, forced) is replayed; wanted eager with acceptance=real"
         raise InputError(f"launch_mode graph: {wanted}")
     if real and fixed["max_new_tokens"] < 2:
         raise InputError("axis max_new_tokens: wanted 2 or more (the prefill yields the first), got 1")
-    steps = fixed["steps_per_round"] + 2 + max(grid["num_speculative_tokens"])
-    common.check_model_axes(grid, text=real, num_new_tokens=fixed["max_new_tokens"] if real else steps)
+    new_tokens = _num_new_tokens(fixed | {"num_speculative_tokens": max(grid["num_speculative_tokens"])})
+    common.check_model_axes(grid, text=real, num_new_tokens=new_tokens)
     found = []
     for place in _places(grid):
         group = "/".join(str(value) for value in place.values())
@@ -111,6 +112,14 @@ def points(preset: str, **axes: Sequence[Any]) -> list[dict[str, Any]]:
             for k in grid["num_speculative_tokens"]
         ]
     return found
+
+
+def _num_new_tokens(point: dict[str, Any]) -> int:
+    """Tokens that a turn adds to the context at most, with the drafts of its last step."""
+    if point["acceptance"] == "real":
+        return int(point["max_new_tokens"])
+    steps, k = point["steps_per_round"] + 2, point.get("num_speculative_tokens", 0)
+    return int(steps * (k + 1) if point["acceptance"] == "forced" else steps + k)
 
 
 def _places(grid: common.Axes) -> Iterator[dict[str, Any]]:
@@ -134,6 +143,7 @@ class _Arm:
     index: int  # of its point
     point: dict[str, Any]
     drafter: Drafter | None
+    imposed: float | None = None  # share of the drafts that a forced generation keeps
 
 
 def measure(arms: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception]:
@@ -152,7 +162,7 @@ def measure(arms: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception
             errors[index] = error
     first = arms[0]
     prompt_ids = _prompt_ids(first)
-    target = _target(first, prompt_ids)
+    target = _target(arms, prompt_ids)
     runs = [run for index, arm in enumerate(arms) if index not in errors for run in _runs(index, arm, target)]
     shuffle = random.Random(first["seed"])
     watch, limits = monitor(common.device()), Limits(first)
@@ -187,22 +197,28 @@ def _runs(index: int, point: dict[str, Any], target: ModelTarget) -> list[_Arm]:
         return [_Arm(index, point, None)]
     if point["acceptance"] == "real":
         return [_Arm(index, point, draft_with(point, target))]
-    reject_all, lengths = fixed_acceptance(0), range(point["num_speculative_tokens"] + 1)
-    drafters = [ForcedDrafter(draft_with(point, target), accepted=reject_all, length=j) for j in lengths]
-    return [_Arm(index, point, drafter) for drafter in drafters]
+    k = point["num_speculative_tokens"]
+    wanted: list[tuple[int, int, float | None]] = [(j, 0, None) for j in range(k + 1)]
+    wanted += [(k, 0, 0.0), (k, k, 1.0)] if point["acceptance"] == "forced" else []
+    return [
+        _Arm(index, point, ForcedDrafter(draft_with(point, target), accepted=fixed_acceptance(kept), length=j), rate)
+        for j, kept, rate in wanted
+    ]
 
 
 def _decoder(point: dict[str, Any]) -> Decoder:
     return common.decoder(places.model_source(point), point["weight_dtype"], common.device())
 
 
-def _target(point: dict[str, Any], prompt_ids: list[int]) -> ModelTarget:
+def _target(arms: list[dict[str, Any]], prompt_ids: list[int]) -> ModelTarget:
+    """The target of one group, with room for the arm that adds most."""
     import torch
 
     from labkit.models.target import FilledTarget, ModelTarget
 
+    point = arms[0]
     decoder = _decoder(point)
-    new_tokens = point["max_new_tokens"] if point["acceptance"] == "real" else point["steps_per_round"] + 2
+    new_tokens = max(_num_new_tokens(arm) for arm in arms)
     room = min(len(prompt_ids) + new_tokens + 24, decoder.shape.max_context_len)
     options: dict[str, Any] = {"batch_size": point["batch_size"], "max_context_len": room, "verify_backend": "sdpa"}
     options["taps"] = places.taps(point, decoder)
@@ -260,7 +276,8 @@ def _rows(arm: _Arm, target: ModelTarget, prompts: list[list[int]], round_index:
         started,
         prompts,
         num_speculative_tokens=k,
-        max_new_tokens=point["max_new_tokens"] if real else 1 + num_steps + k,  # no draft of a cost run is cut short
+        # No draft of an imposed run is cut short.
+        max_new_tokens=point["max_new_tokens"] if real else 1 + num_steps * (k + 1),
         max_steps=None if real else num_steps,
         accept=accept_forced if isinstance(arm.drafter, ForcedDrafter) else accept_greedy,
         clock=EventClock() if common.device() == "cuda" else HostClock(),
@@ -273,7 +290,7 @@ def _rows(arm: _Arm, target: ModelTarget, prompts: list[list[int]], round_index:
 
 
 def _step_row(arm: _Arm, generations: Sequence[Generation], position: int, round_index: int) -> dict[str, Any]:
-    """One pass as a row. In a cost run all requests of a batch do the same; a generating run has one request."""
+    """One pass as a row. Of imposed acceptance all requests of a batch do the same; a real run has one request."""
     steps = [generation.steps[position] for generation in generations if position < len(generation.steps)]
     return {
         "origin": "measured" if arm.point["acceptance"] == "real" else "forced",
@@ -283,6 +300,7 @@ def _step_row(arm: _Arm, generations: Sequence[Generation], position: int, round
         "q_len": max(step.num_drafted_tokens for step in steps) + 1,
         "num_drafted_tokens": steps[0].num_drafted_tokens,
         "num_accepted_tokens": None if steps[0].truncated else steps[0].num_accepted_tokens,
+        "imposed_acceptance": arm.imposed,
         "linear_backend": _decoder(arm.point).linear_backend,
         "draft_backend": getattr(getattr(arm.drafter, "inner", arm.drafter), "backend", None),
         "kv_dtype": arm.point["weight_dtype"],

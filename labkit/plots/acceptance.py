@@ -1,6 +1,6 @@
 """How many drafts are kept: by position, by workload and by context, with the definition of each number on its axis."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +28,10 @@ from labkit.plots.style import (
 )
 from labkit.rows import distinct, listed, ok_rows
 
-Texts = Mapping[str, str] | None
-Styles = Mapping[str, SeriesStyle] | None
+Names = Mapping[str, str]
+Looks = Mapping[str, SeriesStyle]
+Texts = Names | None
+Styles = Looks | None
 
 
 @dataclass(frozen=True)
@@ -71,75 +73,66 @@ MEAN_OF_PROMPTS: dict[str, Any] = {
 
 
 @styled
-def plot_acceptance_by_position(
+def plot_acceptance(
     df: pd.DataFrame,
+    along: str,
     *,
     ax: Axes | None = None,
     hue: str = "workload",
-    definition: str = "unconditional",
+    definition: str | None = None,
     labels: Texts = None,
     styles: Styles = None,
 ) -> Axes:
-    """Acceptance rate per draft position, pooled over contexts, with 95 % bands from resampled prompts.
+    """Acceptance of one k with 95 % intervals from resampled prompts, a colour per value of ``hue``.
 
+    along : "position": rate per draft position, pooled over contexts. "workload": per value of ``hue``, pooled over
+        contexts, highest on top. "context": a mark at the mean context of each band's verify steps, joined only between
+        neighbouring measured bands; nothing is drawn beyond the measured contexts.
     df : acceptance rows of one k.
-    hue : column that tells curves apart.
-    definition : "unconditional" (the rates add up to the acceptance length minus 1) or "conditional"; see
-        `position_table`.
+    definition : the axis says which. By position "unconditional" (default; the rates add up to the acceptance length
+        minus 1) or "conditional", see `position_table`; else a key of ``DEFINITIONS``, "pooled" by default. With that a
+        small hollow mark per workload shows the mean of per-prompt lengths, which some tools print instead.
 
-    Raises InputError: more than one k, an unknown definition, or no ok rows.
+    Raises InputError: more than one k, an unknown ``along`` or definition, or no ok rows.
     """
+    if along not in _ALONG:
+        raise InputError(f"along: want one of {', '.join(_ALONG)}; got {along!r}")
+    draw, known = _ALONG[along]
+    definition = definition or next(iter(known))
+    if definition not in known:
+        raise InputError(f"definition: want one of {', '.join(known)}; got {definition!r}")
     ax, k = axes_or_new(ax), _one_k(df)
-    table = position_table(df, (hue,), definition=definition)
-    styles = styles or series_styles(table[hue].drop_duplicates())
-    ends = EndLabels(ax)
+    names = {str(name): display_name(name, labels) for name in distinct(df, hue)}
+    draw(ax, df, k, hue, definition, names, styles or series_styles(names))
+    return ax
+
+
+def _by_position(ax: Axes, df: pd.DataFrame, k: int, hue: str, definition: str, names: Names, styles: Looks) -> None:
+    table, ends = position_table(df, (hue,), definition=definition), EndLabels(ax)
     for name, rows in by_name(table, hue):
-        style = styles[name]
-        rows = rows[rows["rate"].notna()]
+        style, rows = styles[name], rows[rows["rate"].notna()]
         x, y, low, high = rows[["position", "rate", "rate_low", "rate_high"]].to_numpy(float).T
         ax.fill_between(x, low, high, color=style.color, alpha=0.16, linewidth=0)
         ax.plot(x, y, color=style.color, marker=style.marker, clip_on=False)
         if len(rows):
-            ends.add(x[-1], y[-1], display_name(name, labels), color=style.color)
+            ends.add(x[-1], y[-1], names[name], color=style.color)
     ax.set_xlim(1 - 0.06 * k, k + 0.06 * k)
     ax.set_xticks(range(1, k + 1, 1 if k <= 8 else 2))
     ax.set_ylim(0, 1)
     ax.set_xlabel("draft position")
     ax.set_ylabel(_POSITION_LABELS[definition])
-    return ax
 
 
-@styled
-def plot_acceptance_by_workload(
-    df: pd.DataFrame,
-    *,
-    ax: Axes | None = None,
-    hue: str = "workload",
-    definition: str = "pooled",
-    labels: Texts = None,
-    styles: Styles = None,
-) -> Axes:
-    """Acceptance per workload, pooled over contexts, highest on top, with 95 % bars from resampled prompts.
-
-    With ``definition="pooled"`` a small hollow mark shows the mean of per-prompt lengths, which some tools print
-    instead.
-
-    df : acceptance rows of one k.
-    definition : a key of ``DEFINITIONS``; the axis says which.
-
-    Raises InputError: more than one k, an unknown definition, or no ok rows.
-    """
-    ax, k, how = axes_or_new(ax), _one_k(df), _definition(definition)
-    table = acceptance_table(df, by=[hue, "origin"])
+def _by_workload(ax: Axes, df: pd.DataFrame, k: int, hue: str, definition: str, names: Names, styles: Looks) -> None:
+    table, how = acceptance_table(df, by=[hue, "origin"]), DEFINITIONS[definition]
     table = table[table[how.column].notna()].sort_values(how.column, kind="stable").reset_index(drop=True)
-    styles = styles or series_styles(table[hue].drop_duplicates())
     values, errors = how.of(table)
     for y, (name, origin) in enumerate(zip(table[hue], table["origin"], strict=True)):
         bar = None if errors is None else errors[:, [y]]
         marks(ax, values[[y]], [y], styles[name], hollow=not origin_style(origin).filled, size=3.8, xerr=bar)
     if definition == "pooled":
         ax.plot(table["mean_acceptance_length_of_prompts"], np.arange(len(table)) - 0.22, **MEAN_OF_PROMPTS)
-    ax.set_yticks(range(len(table)), [display_name(name, labels) for name in table[hue]])
+    ax.set_yticks(range(len(table)), [names[name] for name in table[hue]])
     ax.set_ylim(-0.6, len(table) - 0.4)
     low, high = how.limits(k)
     ax.set_xlim(low, high)
@@ -148,30 +141,13 @@ def plot_acceptance_by_workload(
     ax.grid(axis="x")
     ax.grid(visible=False, axis="y")
     ax.set_xlabel(how.label)
-    return ax
 
 
-@styled
-def plot_acceptance_by_context(
-    df: pd.DataFrame,
-    *,
-    ax: Axes | None = None,
-    hue: str = "workload",
-    definition: str = "pooled",
-    labels: Texts = None,
-    styles: Styles = None,
-) -> Axes:
-    """Acceptance against context, per workload, with 95 % bars; joined only between neighbouring measured bands.
-
-    A mark stands at the mean context of its band's verify steps. Nothing is drawn beyond the measured contexts.
-    Parameters and errors as `plot_acceptance_by_workload`.
-    """
-    ax, k, how = axes_or_new(ax), _one_k(df), _definition(definition)
+def _by_context(ax: Axes, df: pd.DataFrame, k: int, hue: str, definition: str, names: Names, styles: Looks) -> None:
+    how, by = DEFINITIONS[definition], [hue, "origin", "context_len_low", "context_len_high"]
     rows = ok_rows(df, "acceptance", ["context_len", "context_len_low", "context_len_high"])
-    by = [hue, "origin", "context_len_low", "context_len_high"]
     table = acceptance_table(rows, by=by).merge(rows.groupby(by, as_index=False)["context_len"].mean(), on=by)
     table = table[table[how.column].notna()]
-    styles = styles or series_styles(table[hue].drop_duplicates())
     context_axis(ax, table["context_len"].min(), table["context_len"].max())
     ends = EndLabels(ax)
     for name, curve in by_name(table, hue):
@@ -180,10 +156,17 @@ def plot_acceptance_by_context(
         fine, (middle,) = interpolate(x, curve, [how.column])
         ax.plot(fine, middle - how.offset, color=style.color, linewidth=1.0)
         marks(ax, x, y, style, hollow=not origin_style(curve["origin"].iloc[0]).filled, size=4.2, yerr=errors)
-        ends.add(x[-1], y[-1], display_name(name, labels), color=style.color)
+        ends.add(x[-1], y[-1], names[name], color=style.color)
     ax.set_ylim(*how.limits(k))
     ax.set_ylabel(how.label)
-    return ax
+
+
+# What draws, and the definitions that it knows, its own first.
+_ALONG: Mapping[str, tuple[Callable[..., None], Mapping[str, Any]]] = {
+    "position": (_by_position, _POSITION_LABELS),
+    "workload": (_by_workload, DEFINITIONS),
+    "context": (_by_context, DEFINITIONS),
+}
 
 
 @styled
@@ -218,11 +201,9 @@ def figure_acceptance(
     stacked = width_in <= 5
     figure = new_figure(width_in, 6.2 if stacked else 2.9)
     axes = figure.subplots(*((3, 1) if stacked else (1, 3)), squeeze=False).ravel()
-    plot_acceptance_by_position(rows, ax=axes[0], definition=per_position, labels=labels, styles=styles)
-    plot_acceptance_by_workload(rows, ax=axes[1], definition=definition, labels=labels, styles=styles)
-    plot_acceptance_by_context(rows, ax=axes[2], definition=definition, labels=labels, styles=styles)
-    for ax, name in zip(axes, ("by draft position", "by workload", "by context"), strict=True):
-        ax.set_title(name)
+    for ax, along, how in zip(axes, _ALONG, (per_position, definition, definition), strict=True):
+        plot_acceptance(rows, along, ax=ax, definition=how, labels=labels, styles=styles)
+        ax.set_title(f"by {along.replace('position', 'draft position')}")
     add_header(figure, title, _describe(rows, k, labels))
     if definition == "pooled":
         mark = Line2D([], [], **MEAN_OF_PROMPTS)
@@ -237,12 +218,6 @@ def _one_k(df: pd.DataFrame) -> int:
         got = ", ".join(map(str, ks)) or "none"
         raise InputError(f"acceptance rows: want one num_speculative_tokens per axes; got {got}")
     return int(ks[0])
-
-
-def _definition(name: str) -> Definition:
-    if name not in DEFINITIONS:
-        raise InputError(f"definition: want one of {', '.join(DEFINITIONS)}; got {name!r}")
-    return DEFINITIONS[name]
 
 
 def _describe(rows: pd.DataFrame, k: int, labels: Texts) -> str:

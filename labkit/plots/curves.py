@@ -77,3 +77,11 @@ def crossing_text(crossing: Mapping[str, Any], limits: tuple[float, float]) -> s
     claim = "pays up to" if crossing["direction"] == "pays below" else "pays from"
     place = format_tokens_range(crossing["context_len"], crossing["low"], crossing["high"], limits)
     return f"{claim if crossing['decided'] else 'undecided around'} {place}"
+
+
+def turning_text(crossing: Mapping[str, Any]) -> str:
+    """As `crossing_text` along the batch size: ``pays up to 15 requests [12, 18]``; "open": beyond the measured."""
+    low, high = ("open" if crossing[side] is None else f"{crossing[side]:.0f}" for side in ("low", "high"))
+    claim = "pays up to" if crossing["direction"] == "pays below" else "pays from"
+    claim = claim if crossing["decided"] else "undecided around"
+    return f"{claim} {crossing['batch_size']:.0f} requests [{low}, {high}]"

@@ -10,14 +10,7 @@ from matplotlib.lines import Line2D
 
 from labkit.acceptance import acceptance_table
 from labkit.errors import InputError
-from labkit.plots.acceptance import (
-    MEAN_OF_PROMPTS,
-    Styles,
-    Texts,
-    plot_acceptance_by_context,
-    plot_acceptance_by_position,
-    plot_acceptance_by_workload,
-)
+from labkit.plots.acceptance import MEAN_OF_PROMPTS, Styles, Texts, plot_acceptance
 from labkit.plots.canvas import add_header, add_legend, axes_or_new, bars, freeze_layout, marks, new_figure
 from labkit.plots.labels import EndLabels
 from labkit.plots.style import TEXT_WIDTH_IN, display_name, series_styles, styled
@@ -120,11 +113,9 @@ def figure_drafters(
     names = {str(name): drafter_label(str(name)) for name in distinct(rows, "drafter")} | dict(labels or {})
     styles: Styles = series_styles(distinct(rows, "drafter"))
     figure = new_figure(width_in, 2.9)
-    axes = figure.subplots(1, 3)
-    plot_acceptance_by_position(rows, ax=axes[0], hue="drafter", labels=names, styles=styles)
-    plot_acceptance_by_workload(rows, ax=axes[1], hue="drafter", labels=names, styles=styles)
-    plot_acceptance_by_context(rows, ax=axes[2], hue="drafter", labels=names, styles=styles)
-    for ax, name in zip(axes, ("by draft position", "in all", "by context"), strict=True):
+    titles = {"position": "by draft position", "workload": "in all", "context": "by context"}
+    for ax, (along, name) in zip(figure.subplots(1, 3), titles.items(), strict=True):
+        plot_acceptance(rows, along, ax=ax, hue="drafter", labels=names, styles=styles)
         ax.set_title(name)
     workloads = ", ".join(display_name(name, labels) for name in distinct(rows, "workload"))
     add_header(figure, title, f"{listed(rows, 'target', labels)} · k = {k} · {workloads} · 95 % intervals over prompts")

@@ -18,7 +18,7 @@ from labkit.errors import InputError
 from labkit.plots.breakeven import ACCEPTANCE_ORIGINS, plot_breakeven, plot_speedup
 from labkit.plots.canvas import add_header, add_legend, freeze_layout, new_figure
 from labkit.plots.style import INK, TEXT_WIDTH_IN, display_name, series_styles, styled
-from labkit.rows import listed
+from labkit.rows import listed, matching
 
 FACETS = ("num_speculative_tokens", "batch_size", "workload")
 _MAX_COLUMNS = 4
@@ -47,8 +47,8 @@ def figure_breakeven(
     cells, floor = result.cells, breakeven_floor(result.cells)
 
     def draw(ax: Axes, here: Mapping[str, Any], styles: Mapping[str, Any]) -> None:
-        curves: dict[str, Any] = {"crossovers": result.crossovers, "floor": _at(floor, here), "lengths": lengths}
-        plot_breakeven(_at(cells, here), ax=ax, labels=labels, styles=styles, **curves)
+        curves: dict[str, Any] = {"crossovers": result.crossovers, "floor": matching(floor, here), "lengths": lengths}
+        plot_breakeven(matching(cells, here), ax=ax, labels=labels, styles=styles, **curves)
 
     panels = _panel_columns(cells)
     figure = _facets(cells, panels, draw, labels, width_in)
@@ -70,7 +70,7 @@ def figure_speedup(
     cells = result.cells[result.cells["speedup"].notna()]
 
     def draw(ax: Axes, here: Mapping[str, Any], styles: Mapping[str, Any]) -> None:
-        plot_speedup(_at(cells, here), ax=ax, labels=labels, styles=styles)
+        plot_speedup(matching(cells, here), ax=ax, labels=labels, styles=styles)
 
     panels = _varying(cells, FACETS)
     figure = _facets(cells, panels, draw, labels, width_in)
@@ -89,13 +89,6 @@ def _panel_columns(cells: pd.DataFrame) -> list[str]:
     cost = cells[cells["mean_acceptance_length"].notna()].groupby(keys, dropna=False)["relative_step_cost"]
     follows_text = ((cost.max() / cost.min()) > 1 + 1e-9).any()
     return [name for name in _varying(cells, FACETS) if name != "workload" or follows_text]
-
-
-def _at(frame: pd.DataFrame, here: Mapping[str, Any]) -> pd.DataFrame:
-    """The rows of one panel."""
-    for name, value in here.items():
-        frame = frame[frame[name] == value] if name in frame else frame
-    return frame
 
 
 Draw = Callable[[Axes, Mapping[str, Any], Mapping[str, Any]], None]

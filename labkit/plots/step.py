@@ -17,6 +17,7 @@ from labkit.decide.pairings import Pairing, drafter_rows, measured_pairings, pai
 from labkit.errors import InputError
 from labkit.plots.canvas import add_header, add_legend, freeze_layout, new_figure
 from labkit.plots.style import INK, MUTED, NOTE_SIZE, TEXT_WIDTH_IN, format_tokens, styled, text_color
+from labkit.rows import matching
 from labkit.steps.table import PARTS, Sidecars, forward_table, one_setting
 
 # Colour of each component, from the bottom of a bar up.
@@ -91,12 +92,9 @@ def step_parts(
 
 
 def _forward(table: pd.DataFrame, **wanted: Any) -> pd.Series:
-    for name, value in wanted.items():
-        table = table[table[name] == value]
-    if table.empty:
-        raise InputError(
-            f"step rows: no forward with {', '.join(f'{n} {v}' for n, v in wanted.items())} at this context"
-        )
+    if (table := matching(table, wanted)).empty:
+        told = ", ".join(f"{name} {value}" for name, value in wanted.items())
+        raise InputError(f"step rows: no forward with {told} at this context")
     return table.iloc[0]
 
 

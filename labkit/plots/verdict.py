@@ -14,8 +14,8 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from labkit.breakeven import Breakeven
 from labkit.errors import InputError
 from labkit.plots.canvas import add_header, add_legend, bars, freeze_layout, marks, new_figure
-from labkit.plots.curves import matching_curves
-from labkit.plots.labels import EndLabels
+from labkit.plots.curves import matching_curves, turning_text
+from labkit.plots.labels import EndLabels, Notes
 from labkit.plots.panels import describe
 from labkit.plots.style import (
     MUTED,
@@ -28,6 +28,7 @@ from labkit.plots.style import (
     series_styles,
     styled,
 )
+from labkit.rows import matching
 
 # Of the step: what drafting costs, what verify costs, what is around them. Light to dark inside a kind.
 COLORS: Mapping[str, str] = {
@@ -88,10 +89,8 @@ def figure_cause(
                 ax.barh(index, tokens, left=left, height=0.66, color=COLORS[part], linewidth=0)
                 left += tokens
         ax.text(left + 0.02 * (k + 1), index, f"{here['relative_step_cost'].iloc[0]:.2f}", va="center", size=NOTE_SIZE)
-        lengths = result.cells[
-            (result.cells["verify_backend"] == backend) & (result.cells["context_len"] == context)
-            & (result.cells["num_speculative_tokens"] == k) & (result.cells["batch_size"] == batch)
-        ]["mean_acceptance_length"].dropna()  # fmt: skip
+        cell = {"verify_backend": backend, "context_len": context, "num_speculative_tokens": k, "batch_size": batch}
+        lengths = matching(result.cells, cell)["mean_acceptance_length"].dropna()
         ax.plot(lengths, np.full(len(lengths), index), "|", color="0.0", markersize=9, markeredgewidth=1.4)
     ax.axvline(1.0, color="0.0", linewidth=0.9, linestyle=(0, (1.0, 1.4)), **_GUIDE)
     ax.set_yticks(range(len(places)), [f"{row[0]}, {format_tokens(row[1])}" for row in places.itertuples(index=False)])
@@ -138,18 +137,16 @@ def figure_draft_length(
     axes = figure.subplots(len(texts), len(contexts), squeeze=False, sharex=True, sharey=True)
     for (row, column), ax in np.ndenumerate(axes):
         text = texts[row]
-        here = cells[(cells["context_len"] == contexts[column])]
-        here = here[here["workload"].isna() if pd.isna(text) else here["workload"] == text]
+        here = matching(cells, {"context_len": contexts[column], "workload": text})
         ends = EndLabels(ax)
         for backend, curve in here.groupby("verify_backend", sort=False):
             # Bars at one k stand beside each other.
             aside = 0.015 * cells["num_speculative_tokens"].max() * (list(styles).index(str(backend)) - len(styles) / 2)
-            _draft_curve(ax, curve.sort_values("num_speculative_tokens"), styles[str(backend)], aside)
-            last = curve.loc[curve["num_speculative_tokens"].astype(int).idxmax()]
+            curve, style = curve.sort_values("num_speculative_tokens"), styles[str(backend)]
+            _draft_curve(ax, curve, style, aside)
             if column == len(contexts) - 1:
-                ends.add(
-                    last["num_speculative_tokens"], last["speedup"], str(backend), color=styles[str(backend)].color
-                )
+                x, y = curve[["num_speculative_tokens", "speedup"]].iloc[-1]
+                ends.add(x, y, str(backend), color=style.color)
         if formulas is not None and len(here):
             _formula_lines(ax, formulas[formulas["verify_backend"] == fastest], here, text)
         ax.axhline(1.0, color="0.0", linewidth=0.9, linestyle=(0, (1.0, 1.4)), **_GUIDE)
@@ -179,9 +176,8 @@ def _draft_curve(ax: Axes, curve: pd.DataFrame, style: SeriesStyle, aside: float
 
 
 def _formula_lines(ax: Axes, formulas: pd.DataFrame, here: pd.DataFrame, text: Any) -> None:
-    own = formulas[formulas["context_len"] == here["context_len"].iloc[0]]
-    own = own[(own["batch_size"] == here["batch_size"].iloc[0])]
-    own = own[own["workload"].isna() if pd.isna(text) else own["workload"] == text]
+    place = here[["context_len", "batch_size"]].iloc[0].to_dict()
+    own = matching(formulas, place | {"workload": text})
     for name, (color, line) in FORMULA_STYLES.items():
         curve = own[own["formula"] == name].sort_values("k")
         x, y = np.append(0.0, curve["k"]), np.append(1.0, curve["predicted"])
@@ -217,10 +213,13 @@ def figure_concurrency(result: Breakeven, *, width_in: float = TEXT_WIDTH_IN) ->
             ax.plot(x, y, color=style.color)
             marks(ax, x, y, style, hollow=not origin_style(str(curve["origin"].iloc[0])).filled)
             ends.add(x[-1], y[-1], str(backend), color=style.color)
+        notes = Notes(ax)
         for turning, _ in matching_curves(result.turning_points, cells[cells["context_len"] == context]):
             for crossing in turning["crossovers"]:
-                color = styles[turning["verify_backend"]].color
-                ax.axvline(crossing["batch_size"], color=color, linewidth=0.7, **_GUIDE)
+                at, color = crossing["batch_size"], styles[turning["verify_backend"]].color
+                ax.axvline(at, color=color, linewidth=0.7, **_GUIDE)
+                text = turning_text(crossing).replace(" requests", "")
+                notes.add([(text, color)], stretch=(at, *sorted((1.0, cells["speedup"].min()))))
         ax.axhline(1.0, color="0.0", linewidth=0.9, linestyle=(0, (1.0, 1.4)), **_GUIDE)
         ax.set_xscale("log", base=2)
         ax.xaxis.set_major_locator(FixedLocator(batches))
@@ -229,8 +228,7 @@ def figure_concurrency(result: Breakeven, *, width_in: float = TEXT_WIDTH_IN) ->
         ax.set_xlabel("batch size (requests)")
         ax.set_title(f"context {format_tokens(context)}")
     axes[0].set_ylabel("speed-up over plain decode")
-    without = ["batch_size"]
-    about = describe(cells, result.baseline, without=without) + imposed_note(cells)
+    about = describe(cells, result.baseline, without=["batch_size"]) + imposed_note(cells)
     add_header(figure, "Speed-up under concurrency", about)
     freeze_layout(figure)
     return figure

@@ -99,9 +99,8 @@ class _Data:
         """The cells of `labkit breakeven` that ``where`` keeps, on the device of the newest run behind them."""
         length, paths = self.request.acceptance_length, self.request.paths
         costs = cost_rows(stored_costs(paths))
-        imposed = parse_length(length) if length is not None else None
-        acceptance = stored_acceptance(paths) if imposed is None else None
-        result = breakeven(costs, imposed if acceptance is None else acceptance)
+        acceptance = stored_acceptance(paths) if length is None else None
+        result = breakeven(costs, acceptance if length is None else parse_length(length))
         where = [f"{name}={','.join(values)}" for name, values in (self.request.where or {}).items()]
         cells = keep_where(result.cells, where)
         newest = acceptance if acceptance is not None and set(acceptance["gpu"]) & set(cells["gpu"]) else costs

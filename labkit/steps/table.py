@@ -10,7 +10,7 @@ from labkit.cost import floor_ms
 from labkit.decide.forward_costs import FREE, loop_rows, without_shared_prefix
 from labkit.errors import InputError
 from labkit.plots.attention_table import calibrated, read_bandwidths
-from labkit.rows import ok_rows
+from labkit.rows import fixed_context, ok_rows
 from labkit.shapes import dtype_bytes
 
 PARTS = ("attention_ms", "linear_ms", "other_ms", "sampling_ms", "communication_ms", "gap_ms")
@@ -129,8 +129,8 @@ def closure_table(step_rows: pd.DataFrame, loop_costs: pd.DataFrame | None = Non
     table = forward_table(step_rows)
     share = (table["residual_ms"] / table["forward_ms"]).abs()
     found = [table.assign(check="parts of a forward", share=share)]
-    if loop_costs is not None and (loop_costs["origin"] == "forced").any():
-        found.append(_loop_residuals(step_rows, loop_costs[loop_costs["origin"] == "forced"]))
+    if loop_costs is not None and len(fixed_context(loop_costs)):
+        found.append(_loop_residuals(step_rows, fixed_context(loop_costs)))
     both = pd.concat(found).dropna(subset="share")
     if both.empty:
         raise InputError("closure: want forwards with profiled parts, or loop rows of the same cells; there are none")
