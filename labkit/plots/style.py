@@ -7,7 +7,7 @@ and outside the context it silently falls back to Type 3 fonts and outlined text
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
@@ -115,6 +115,8 @@ R = TypeVar("R")
 
 def context() -> AbstractContextManager[None]:
     """The rc context of every figure: matplotlib's defaults plus `RC`, whatever a user's matplotlibrc says."""
+    if matplotlib.rcParams["svg.hashsalt"] == RC["svg.hashsalt"]:  # nobody else's, so inside already
+        return nullcontext()
     return matplotlib.style.context(["default", dict(RC)])
 
 
