@@ -286,14 +286,8 @@ def _mark_off_scale(ax: Axes, curve: pd.DataFrame, style: SeriesStyle, ceiling: 
     hopeless = above[above["verdict"] == "cannot_pay"]
     last = (above if hopeless.empty else hopeless).iloc[-1]
     x, top = last["context_len"], ax.get_ylim()[1]
-    arrow = {
-        "arrowstyle": "-|>",
-        "color": style.color,
-        "linewidth": 1.0,
-        "mutation_scale": 7,
-        "shrinkA": 0,
-        "shrinkB": 0,
-    }
+    arrow = {"arrowstyle": "-|>", "color": style.color, "linewidth": 1.0, "mutation_scale": 7}
+    arrow |= {"shrinkA": 0, "shrinkB": 0}
     ax.annotate("", (x, top), (x, ceiling), arrowprops=arrow, annotation_clip=False)
     text = f"needs {last['relative_step_cost']:.1f}{'' if hopeless.empty else ', cannot pay'}"
     place: dict[str, Any] = {"textcoords": "offset points", "ha": "right", "va": "center", "annotation_clip": False}

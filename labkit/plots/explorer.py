@@ -64,19 +64,15 @@ def plot_parts(ax: Axes, parts: pd.DataFrame, acceptance_length: float) -> None:
     table = (
         parts.pivot(index="pairing", columns="part", values="tokens").reindex(index=names, columns=shown).fillna(0.0)
     )
-    left, tokens = np.zeros(len(names)), table.to_numpy(float)
-    key, bars = list[tuple[str, str, str]](), list[tuple[Any, ...]]()
-    for name, width in zip(shown, tokens.T, strict=True):
-        color, edge, hatch = COLORS.get(name, "0.6"), "white", ""
+    left, key = np.zeros(len(names)), list[tuple[str, str, str]]()
+    for name, tokens in zip(shown, table.to_numpy(float).T, strict=True):
+        look: dict[str, Any] = {"facecolor": COLORS.get(name, "0.6"), "edgecolor": "white"}
         if name == "unexplained":
-            color, edge, hatch = "white", "0.45", "//////"
-        if np.abs(width).max() > 0.004:
-            bars += [(row, width[row], left[row], color, edge, hatch, name) for row in range(len(names))]
-            key.append(("\u25a8", edge, name) if hatch else ("\u25a0", color, name))
-        left = left + width
-    rows, widths, lefts, *looks = zip(*bars, strict=True)
-    looks = dict(zip(("color", "edgecolor", "hatch", "label"), looks, strict=True))
-    ax.barh(rows, widths, left=lefts, height=0.62, linewidth=0.5, **looks)
+            look = {"hatch": "//////", "facecolor": "white", "edgecolor": "0.45"}
+        if np.abs(tokens).max() > 0.004:
+            ax.barh(range(len(names)), tokens, left=left, height=0.62, linewidth=0.5, label=name, **look)
+            key.append(("\u25a8", "0.45", name) if "hatch" in look else ("\u25a0", look["facecolor"], name))
+        left = left + tokens
     if np.isfinite(acceptance_length):
         ax.axvline(acceptance_length, color=INK, linewidth=1.0, linestyle=(0, (3, 2)))
         key.append(("\u254e", INK, "it yields"))

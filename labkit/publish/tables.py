@@ -2,6 +2,7 @@
 
 import html
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import pandas as pd
@@ -67,23 +68,14 @@ def latex_table(table: pd.DataFrame, caption: str = "") -> str:
 
 def html_table(table: pd.DataFrame, caption: str = "") -> str:
     """A table element that stands on its own, numbers and intervals flush right."""
-    table = _shown(table)
-    right = [_is_number(column) for _, column in table.items()]
+    table, line = _shown(table), "padding: 2px 10px; border-bottom: 1px solid #ddd; white-space: nowrap"
+    looks = [f"text-align: {'right' if _is_number(column) else 'left'}; {line}" for _, column in table.items()]
 
-    def row(cells: list[str], tag: str) -> str:
-        sides = ["right" if side else "left" for side in right]
-        look = "padding: 2px 10px; border-bottom: 1px solid #ddd; white-space: nowrap"
-        return (
-            "<tr>"
-            + "".join(
-                f'<{tag} style="text-align: {side}; {look}">{html.escape(cell)}</{tag}>'
-                for cell, side in zip(cells, sides, strict=True)
-            )
-            + "</tr>"
-        )
+    def row(tag: str, cells: Iterable[object]) -> str:
+        parts = [f'<{tag} style="{look}">{html.escape(str(c))}</{tag}>' for look, c in zip(looks, cells, strict=True)]
+        return f"<tr>{''.join(parts)}</tr>"
 
-    lines = [row([str(name) for name in table], "th")]
-    lines += [row(list(cells), "td") for cells in table.itertuples(index=False)]
+    lines = [row("th", table.columns), *(row("td", cells) for cells in table.itertuples(index=False))]
     about = f"<caption>{html.escape(caption)}</caption>" if caption else ""
     return f'<table style="{_STYLE}">{about}\n' + "\n".join(lines) + "\n</table>\n"
 
