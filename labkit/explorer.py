@@ -47,7 +47,7 @@ class Explorer(StoredRows):
         self._cells = list(zip(pairing(pd.DataFrame([cell.key for cell in cells])), cells, strict=True))
 
     def _step_costs(self, choice: Choice) -> list[StepCosts]:
-        self.cost_rows(choice)  # raises where there are none, and tells why
+        self.chosen(choice)  # raises where there are none, and tells why
         wanted = {name: getattr(choice, name) for name in COST_FIELDS}
         return [cell for name, cell in self._cells if name in choice.pairings and wanted.items() <= cell.key.items()]
 
