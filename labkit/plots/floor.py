@@ -53,7 +53,7 @@ def figure_over_floor(
     values = np.log(cells.clip(1.0, _WORST).to_numpy(float)) / np.log(_WORST)
     ax.pcolormesh(values, cmap="YlOrBr", vmin=-0.1, vmax=1.15, edgecolors="white", linewidth=1.0)
     for (row, column), ratio in np.ndenumerate(cells.to_numpy(float)):
-        text = "-" if np.isnan(ratio) else f"{ratio:.{0 if ratio >= 9.95 else 1 if ratio >= 1.995 else 2}f}"
+        text = "\u2013" if np.isnan(ratio) else f"{ratio:.{0 if ratio >= 9.95 else 1 if ratio >= 1.995 else 2}f}"
         dark = values[row, column] > 0.75
         ax.text(column + 0.5, row + 0.5, text, ha="center", va="center", size=7.0, color="white" if dark else INK)
     ax.set_xticks(np.arange(cells.shape[1]) + 0.5, [format_tokens(float(context)) for context in cells.columns])

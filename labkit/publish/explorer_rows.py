@@ -153,7 +153,7 @@ class StoredRows:
         return choice if joins.any() else replace(choice, acceptance_length=usual_length(choice.num_speculative_tokens))
 
     def cost_rows(self, choice: Choice) -> pd.DataFrame:
-        """Cost rows of a choice: the chosen speculative arms, and the plain arms of their groups. Raises as `chosen`."""
+        """The chosen speculative arms, and the plain arms of their groups. Raises as `chosen`."""
         kept = self.chosen(choice)
         same_groups = np.isin(self._groups, np.unique(self._groups[kept]))
         return self.costs[kept | (self._holds("arm", "plain") & same_groups)]
