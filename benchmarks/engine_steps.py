@@ -23,7 +23,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -39,56 +39,46 @@ from labkit.shapes import ModelShape, model_shape
 from labkit.sweep import Point, run_sweep
 
 BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "FLASHINFER")
-CONTEXTS = {1: (2048, 16384, 65536, 131072), 8: (2048, 16384, 65536, 131072)}
+CONTEXTS = (2048, 16384, 65536, 131072)
 CYCLE = 64  # tokens that the model counts through
 NUM_WINDOWS, NUM_TIMED, NUM_SETTLE, NUM_PROFILED = 6, 16, 3, 6
 MAX_CONTEXT = 131072 + 2048
 START_S = 600.0  # first start of a backend on a bare host: compiling
-ATTENTION_KERNEL = re.compile(
-    r"flash|attention|attn|fmha|reduce_segments|mha_|BatchPrefill|BatchDecode|Merge|merge", re.I
-)
+ATTENTION_KERNEL = re.compile(r"flash|attention|attn|fmha|reduce_segments|mha_|batch(prefill|decode)|merge", re.I)
 NOT_ATTENTION = re.compile(r"reshape_and_cache|rotary|prepare_varlen", re.I)
+# What all rows have in common, and all engines.
+ROW = {"engine": "vllm", "scene": "engine_steps", "stage": "measured", "record": "steps"}
+ROW |= {"weight_dtype": "bfloat16", "kv_dtype": "bfloat16"}
+ENGINE = {"load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", "max_model_len": MAX_CONTEXT}
+ENGINE |= {"max_num_batched_tokens": 8192, "gpu_memory_utilization": 0.94, "enable_prefix_caching": True}
+ENGINE |= {"disable_log_stats": False}
+MODEL = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "torch_dtype": "bfloat16"}
+MODEL |= {"max_position_embeddings": 2 * MAX_CONTEXT, "tie_word_embeddings": False, "attention_bias": False}
+MODEL |= {"bos_token_id": 0, "eos_token_id": 1}
 
 
 def points(
-    backends: tuple[str, ...], ks: tuple[int, ...], contexts: dict[int, tuple[int, ...]], model: str
+    backends: Sequence[str], ks: Sequence[int], contexts: Mapping[int, Sequence[int]], model: str
 ) -> list[Point]:
-    """Cells in order of importance: small k of each backend first."""
+    """Cells in order of importance: small k of each backend first. contexts : tokens, per batch size."""
     pairs = [(backend, k) for backend in backends for k in ks]
-    order = sorted(pairs, key=lambda pair: pair[1] > 3)
-    return [
-        {
-            **{"engine": "vllm", "endpoint": f"vllm {backend}", "scene": "engine_steps", "stage": "measured"},
-            **{"record": "steps", "target": model, "num_speculative_tokens": k, "concurrency": batch},
-            **{"arm": "speculative" if k else "plain", "drafter": "ngram" if k else None, "setting": backend},
-            **{"batch_size": batch, "context_len": float(context), "weight_dtype": "bfloat16", "kv_dtype": "bfloat16"},
-        }
-        for backend, k in order
-        for batch in contexts
-        for context in contexts[batch]
-    ]
+    cells = []
+    for backend, k in sorted(pairs, key=lambda pair: pair[1] > 3):
+        arm = {"arm": "speculative", "drafter": "ngram"} if k else {"arm": "plain", "drafter": None}
+        own = {"endpoint": f"vllm {backend}", "setting": backend, "target": model, "num_speculative_tokens": k}
+        for batch, context in ((batch, context) for batch, lens in contexts.items() for context in lens):
+            sizes = {"concurrency": batch, "batch_size": batch, "context_len": float(context)}
+            cells.append({**ROW, **own, **arm, **sizes})
+    return cells
 
 
 def write_config(folder: Path, shape: ModelShape) -> None:
     """A folder with config.json only: what vLLM needs for random weights."""
-    config = {
-        **{
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "hidden_act": "silu",
-            "torch_dtype": "bfloat16",
-        },
-        **{"hidden_size": shape.hidden_size, "intermediate_size": shape.intermediate_size, "head_dim": shape.head_dim},
-        **{"num_hidden_layers": shape.num_layers, "num_attention_heads": shape.num_qo_heads},
-        **{
-            "num_key_value_heads": shape.num_kv_heads,
-            "vocab_size": shape.vocab_size,
-            "rms_norm_eps": shape.rms_norm_eps,
-        },
-        **{"rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta}, "rope_theta": shape.rope_theta},
-        **{"max_position_embeddings": 2 * MAX_CONTEXT, "tie_word_embeddings": False},
-        **{"attention_bias": False, "bos_token_id": 0, "eos_token_id": 1},
-    }
+    alike = ("hidden_size", "intermediate_size", "head_dim", "vocab_size", "rms_norm_eps", "rope_theta")
+    config = MODEL | {name: getattr(shape, name) for name in alike}
+    config |= {"num_hidden_layers": shape.num_layers, "num_attention_heads": shape.num_qo_heads}
+    config |= {"num_key_value_heads": shape.num_kv_heads}
+    config |= {"rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta}}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
 
@@ -102,27 +92,13 @@ class Engine:
         self.key, self.k, self.version = (backend, k), k, __version__
         folder = Path(tempfile.gettempdir()) / f"labkit-{shape.name}"
         write_config(folder, shape)
+        settings: dict[str, Any] = {"max_num_seqs": max_batch, "attention_config": {"backend": backend}}
         sizes = sorted({1, 2, 4, 8, 16, k + 1, max_batch * (k + 1)})
-        settings: dict[str, Any] = {}
+        settings |= {"compilation_config": {"cudagraph_capture_sizes": sizes}}
         if k:
-            settings["speculative_config"] = {
-                **{"method": "ngram", "num_speculative_tokens": k, "prompt_lookup_max": 4, "prompt_lookup_min": 1}
-            }
-        self.llm = LLM(
-            model=str(folder),
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            dtype="bfloat16",
-            max_model_len=MAX_CONTEXT,
-            max_num_seqs=max_batch,
-            max_num_batched_tokens=8192,
-            gpu_memory_utilization=0.94,
-            enable_prefix_caching=True,
-            disable_log_stats=False,
-            attention_config={"backend": backend},
-            compilation_config={"cudagraph_capture_sizes": sizes},
-            **settings,
-        )
+            drafting = {"method": "ngram", "num_speculative_tokens": k, "prompt_lookup_max": 4, "prompt_lookup_min": 1}
+            settings |= {"speculative_config": drafting}
+        self.llm = LLM(model=str(folder), **ENGINE, **settings)
         self.core = self.llm.llm_engine
         self.attention = self.llm.apply_model(count_upwards)[0]
         self.draft_s: list[float] = []
@@ -151,29 +127,23 @@ class Engine:
 
     def counters(self) -> dict[str, int]:
         """Speculative counters since the start, in labkit's words."""
-        names = {
-            "vllm:spec_decode_num_drafts": "num_drafted_steps",
-            "vllm:spec_decode_num_draft_tokens": "num_drafted_tokens",
-            "vllm:spec_decode_num_accepted_tokens": "num_accepted_tokens",
-        }
-        found = {names[m.name]: m.value for m in self.llm.get_metrics() if m.name in names}
-        return {name: found.get(name, 0) for name in names.values()}
+        own = {"num_drafts": "num_drafted_steps", "num_draft_tokens": "num_drafted_tokens"}
+        own |= {"num_accepted_tokens": "num_accepted_tokens"}
+        found = {metric.name.removeprefix("vllm:spec_decode_"): metric.value for metric in self.llm.get_metrics()}
+        return {name: found.get(theirs, 0) for theirs, name in own.items()}
 
     def start(self, batch_size: int, prompt_len: int) -> list[str]:
         """Add the requests of a batch, each counting from another token."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        names = []
-        for index in range(batch_size):
-            self.num_requests += 1
-            names.append(f"cell-{self.num_requests}")
-            first = index * CYCLE // 8
-            tokens = [(first + offset) % CYCLE for offset in range(prompt_len)]
-            params = SamplingParams(
-                temperature=0.0, max_tokens=4096, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
-            )
-            self.core.add_request(names[-1], {"prompt_token_ids": tokens}, params)
+        asked: dict[str, Any] = {"temperature": 0.0, "max_tokens": 4096, "ignore_eos": True, "detokenize": False}
+        names = [f"cell-{self.num_requests + 1 + index}" for index in range(batch_size)]
+        self.num_requests += batch_size
+        for index, name in enumerate(names):
+            tokens = [(index * CYCLE // 8 + offset) % CYCLE for offset in range(prompt_len)]
+            params = SamplingParams(**asked, output_kind=RequestOutputKind.DELTA)
+            self.core.add_request(name, {"prompt_token_ids": tokens}, params)
         return names
 
     def steps(self) -> Iterator[tuple[float, dict[str, list[int]]]]:
@@ -227,17 +197,10 @@ def measure(point: Point) -> dict[str, Any]:
         busy = _profiled(steps)
     finally:
         engine.stop(names)
-    backend = engine.attention
-    return {
-        "samples": samples,
-        **{
-            "engine_version": engine.version,
-            "launch": f"pid {os.getpid()}",
-            "origin": "forced" if engine.k else "measured",
-        },
-        **{"decode_backend": None if engine.k else backend, "verify_backend": backend if engine.k else None},
-        **busy,
-    }
+    fields = {"engine_version": engine.version, "launch": f"pid {os.getpid()}", **busy}
+    fields |= {"origin": "forced" if engine.k else "measured"}
+    roles = (None, engine.attention) if engine.k else (engine.attention, None)
+    return {"samples": samples, **fields, **dict(zip(("decode_backend", "verify_backend"), roles, strict=True))}
 
 
 _ENGINES: list[Engine] = []
@@ -256,15 +219,15 @@ def _window(engine: Engine, steps: Iterator[tuple[float, Any]], batch_size: int,
     state, before = monitor("cuda")(), engine.counters()
     engine.draft_s.clear()
     done = [next(steps) for _ in range(NUM_SETTLE + NUM_TIMED)]
-    counts = {name: value - before[name] for name, value in engine.counters().items()}
+    counts = {name: value - before[name] for name, value in engine.counters().items()} if engine.k else {}
+    if engine.k:
+        counts["num_verify_steps"] = batch_size * len(done)
     times_ms = [1e3 * seconds for seconds, _ in done[NUM_SETTLE:]]
-    return {
-        **{"round": index, "num_steps": NUM_TIMED, "step_times_ms": times_ms, "duration_ms": sum(times_ms)},
-        "num_output_tokens": sum(len(tokens) for _, new in done for tokens in new.values()),
-        **({"num_verify_steps": batch_size * (NUM_SETTLE + NUM_TIMED), **counts} if engine.k else {}),
-        "draft_ms": 1e3 * fmean(engine.draft_s) if engine.draft_s else None,
-        **{"sm_clock_mhz": state.sm_clock_mhz, "power_w": state.power_w, "quality": state.throttled or "ok"},
-    }
+    times = {"num_steps": NUM_TIMED, "step_times_ms": times_ms, "duration_ms": sum(times_ms)}
+    times |= {"draft_ms": 1e3 * fmean(engine.draft_s) if engine.draft_s else None}
+    num_tokens = sum(len(tokens) for _, new in done for tokens in new.values())
+    device = {"sm_clock_mhz": state.sm_clock_mhz, "power_w": state.power_w, "quality": state.throttled or "ok"}
+    return {"round": index, **times, "num_output_tokens": num_tokens, **counts, **device}
 
 
 def _profiled(steps: Iterator[tuple[float, Any]]) -> dict[str, Any]:
@@ -289,11 +252,9 @@ def _profiled(steps: Iterator[tuple[float, Any]]) -> dict[str, Any]:
         return {}
     attention = [k for k in kernels if ATTENTION_KERNEL.search(k[2]) and not NOT_ATTENTION.search(k[2])]
     names = sorted({re.split(r"[<(]", name.removeprefix("void "))[0][-60:] for _, _, name in attention})
-    return {
-        "device_busy_ms": union_us(kernels) / 1e3 / NUM_PROFILED,
-        "attention_busy_ms": union_us(attention) / 1e3 / NUM_PROFILED,
-        "resolved_kernel": "; ".join(names) or None,
-    }
+    busy_ms, attention_ms = (union_us(part) / 1e3 / NUM_PROFILED for part in (kernels, attention))
+    resolved = "; ".join(names) or None
+    return {"device_busy_ms": busy_ms, "attention_busy_ms": attention_ms, "resolved_kernel": resolved}
 
 
 def union_us(intervals: list[tuple[float, float, str]]) -> float:
@@ -338,6 +299,10 @@ class Workers:
         raise errors.get(outcome["status"], RuntimeError)(f"{outcome['status']}: {outcome['reason']}")
 
 
+def _integers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(",") if part)
+
+
 def main() -> None:
     """Measure the cells that fit into the budget."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -350,34 +315,21 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RUNS)
     parser.add_argument("--dry-run", action="store_true", help="print the cells")
     given = parser.parse_args()
-    batches = tuple(int(batch) for batch in given.batches.split(","))
-    contexts = tuple(int(context) for context in given.contexts.split(",") if context)
-    cells = points(
-        tuple(given.backends.split(",")),
-        tuple(int(k) for k in given.k.split(",")),
-        {batch: contexts or CONTEXTS.get(batch, CONTEXTS[1]) for batch in batches},
-        model_shape(given.model).name,
-    )
+    batches, contexts = _integers(given.batches), _integers(given.contexts)
+    by_batch = dict.fromkeys(batches, contexts or CONTEXTS)
+    cells = points(given.backends.split(","), _integers(given.k), by_batch, model_shape(given.model).name)
     if given.dry_run:
         for cell in cells:
             print(cell["setting"], f"k={cell['num_speculative_tokens']}", cell["batch_size"], int(cell["context_len"]))
         print(f"{len(cells)} cells, {len({(c['setting'], c['num_speculative_tokens']) for c in cells})} engine starts")
         return
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
+    for name, value in (("ENABLE_V1_MULTIPROCESSING", "0"), ("NO_USAGE_STATS", "1"), ("LOGGING_LEVEL", "INFO")):
+        os.environ.setdefault(f"VLLM_{name}", value)
     workers = Workers(max(batches))
+    options: dict[str, Any] = {"experiment": "replay", "out_dir": given.out, "device": "cuda"}
+    options |= {"executor": "in-process", "budget_s": parse_duration(given.budget, "--budget")}
     try:
-        result = run_sweep(
-            cells,
-            workers.measure,
-            experiment="replay",
-            out_dir=given.out,
-            device="cuda",
-            executor="in-process",
-            budget_s=parse_duration(given.budget, "--budget"),
-            backend_digest=file_digest(Path(__file__))[:12],
-        )
+        result = run_sweep(cells, workers.measure, backend_digest=file_digest(Path(__file__))[:12], **options)
     finally:
         workers.process.close()
     print(result.path, result.counts, f"{result.num_left} cells left")

@@ -13,7 +13,7 @@ import pandas as pd
 
 from labkit.decide.intervals import generator, percentile_interval, resampled_weights, student_spread
 from labkit.errors import InputError
-from labkit.rows import is_missing, ok_rows, single_value
+from labkit.rows import group_numbers, is_missing, ok_rows, single_value
 
 DEFAULT_BY = (
     *("target", "drafter", "num_speculative_tokens", "workload", "temperature"),
@@ -205,9 +205,9 @@ def prompt_histograms(df: pd.DataFrame) -> np.ndarray:
     as `counts_from_frame` does.
     """
     histograms = np.stack([counts.histogram for counts in _all_counts(df)])
-    prompts = df.groupby([name for name in ("workload", "prompt_id") if name in df], dropna=False, sort=True).ngroup()
-    pooled = np.zeros((int(prompts.max()) + 1, *histograms.shape[1:]), dtype=np.int64)
-    np.add.at(pooled, prompts.to_numpy(), histograms)
+    prompts = group_numbers(df, [name for name in ("workload", "prompt_id") if name in df])
+    pooled = np.zeros((prompts.max() + 1, *histograms.shape[1:]), dtype=np.int64)
+    np.add.at(pooled, prompts, histograms)
     return pooled[pooled.sum(axis=(1, 2)) > 0]
 
 

@@ -7,6 +7,7 @@ that the choice leaves, so that a read-out equals `labkit breakeven --json`.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import lru_cache
@@ -41,11 +42,12 @@ class Explorer(StoredRows):
         super().__init__(*rows, **options)
         self.result = lru_cache(maxsize=512)(self._result)
         self._costs = lru_cache(maxsize=256)(self._step_costs)
+        self._causes = lru_cache(maxsize=256)(self._slope_causes)
         cells = step_costs(self.costs)
         self._cells = list(zip(pairing(pd.DataFrame([cell.key for cell in cells])), cells, strict=True))
 
     def _step_costs(self, choice: Choice) -> list[StepCosts]:
-        self.cost_rows(choice)  # raises where there are none, and tells why
+        self.chosen(choice)  # raises where there are none, and tells why
         wanted = {name: getattr(choice, name) for name in COST_FIELDS}
         return [cell for name, cell in self._cells if name in choice.pairings and wanted.items() <= cell.key.items()]
 
@@ -99,7 +101,10 @@ class Explorer(StoredRows):
 
     def causes(self, choice: Choice) -> dict[str, str]:
         """Pairing -> diagnosis of its growth with context (`labkit.decide.cause.slope_causes`)."""
-        table = slope_causes(self._costs(_of_cost(choice)), self.read_gb_per_s, choice.baseline)
+        return self._causes(_of_cost(choice), choice.baseline)
+
+    def _slope_causes(self, choice: Choice, baseline: str) -> dict[str, str]:
+        table = slope_causes(self._costs(choice), self.read_gb_per_s, baseline)
         return dict(zip(pairing(table), table["diagnosis"], strict=True))
 
     def best(self, choice: Choice) -> pd.DataFrame:
@@ -109,16 +114,16 @@ class Explorer(StoredRows):
         """
         if choice.acceptance_length is not None:
             raise InputError("best k needs measured acceptance: a typed length holds for one k")
-        context = int(self.at_context(choice)["context_len"].iloc[0])
-        found = []
-        for k in self.values("num_speculative_tokens"):
-            try:
-                found.append(
-                    self.result(_key(replace(choice, num_speculative_tokens=k), context_range=(context, context)))
-                )
-            except InputError:  # not measured with this k
-                continue
-        return best_k(pd.concat([one.cells for one in found]))
+        context = self.at_context(choice)["context_len"].iloc[0]
+        cells = pd.concat([self.with_k(choice, k) for k in self.values("num_speculative_tokens")])
+        return best_k(cells[cells["context_len"] == context])
+
+    def with_k(self, choice: Choice, k: int) -> pd.DataFrame | None:
+        """Verdicts of a choice at another k, None where it was not measured."""
+        try:
+            return self.result(_key(choice, context_range=None, num_speculative_tokens=k)).cells
+        except InputError:
+            return None
 
     @styled
     def draw(self, axes: Sequence[Axes], choice: Choice) -> None:
@@ -184,4 +189,7 @@ def explore(*folders: Path | str, interactive: bool | None = None, out_dir: Path
     from labkit.publish.explorer_widgets import KEYBOARD, ExplorerWidget
 
     display(Javascript(KEYBOARD))
-    return ExplorerWidget(explorer, out_dir)
+    widget = ExplorerWidget(explorer, out_dir)
+    gc.collect()
+    gc.freeze()  # or every tenth picture would wait for a walk over all rows and artists, which stay anyway
+    return widget

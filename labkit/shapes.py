@@ -1,7 +1,10 @@
 """Shapes of attention calls and of models: validated, frozen, and without torch so that analysis can use them."""
 
 import csv
+import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from types import MappingProxyType
 
 from labkit.errors import InputError
 from labkit.paths import REFERENCE
@@ -242,10 +245,11 @@ def _parse(row: dict[str, str]) -> ModelShape:
     return ModelShape(**{field.name: value(field.name, field.type) for field in fields(ModelShape)})  # type: ignore[arg-type]
 
 
-def model_shapes() -> dict[str, ModelShape]:
+@functools.cache
+def model_shapes() -> Mapping[str, ModelShape]:
     """Every shape of ``data/reference/model_shapes.csv`` by name."""
     with (REFERENCE / "model_shapes.csv").open(newline="") as file:
-        return {row["name"]: _parse(row) for row in csv.DictReader(file)}
+        return MappingProxyType({row["name"]: _parse(row) for row in csv.DictReader(file)})
 
 
 def model_shape(name: str) -> ModelShape:

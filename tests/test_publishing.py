@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+import subprocess
 
 import pandas as pd
 import pytest
@@ -111,17 +113,50 @@ def test_a_file_that_cannot_be_written_is_named_as_asked(tmp_path):
 def test_latex_table_is_booktabs_with_intervals(result):
     text = latex_table(verdict_table(result.cells), "baseline: fastest")
     lines = text.splitlines()
-    assert lines[0] == "% baseline: fastest"
-    assert re.fullmatch(r"\\begin\{tabular\}\{[lr]+\}", lines[1])
+    assert "baseline: fastest" in text
+    assert re.fullmatch(r"\\begin\{tabular\}\{[lr]+\}", lines[0])
     assert [line for line in lines if line in (r"\toprule", r"\midrule", r"\bottomrule")] == [
         *(r"\toprule", r"\midrule", r"\bottomrule"),
     ]
     body = lines[lines.index(r"\midrule") + 1 : lines.index(r"\bottomrule")]
     assert len(body) == len(result.cells)
-    columns = lines[1].count("l", len(r"\begin{tabular}{")) + lines[1].count("r", len(r"\begin{tabular}{"))
+    columns = lines[0].count("l", len(r"\begin{tabular}{")) + lines[0].count("r", len(r"\begin{tabular}{"))
     assert all(line.count(" & ") == columns - 1 and line.endswith(r" \\") for line in body)
     assert r"per\_token" in text
     assert re.search(r"\d\.\d\d~\[\d\.\d\d, \d\.\d\d\]", text)
+
+
+def test_reasons_and_what_is_missing_are_told_below_the_table():
+    table = pd.DataFrame(
+        {
+            "draft_backend": [None, "sdpa"],
+            "speed-up": ["unknown", "1.20 [1.10, 1.30]"],
+            "verdict": ["cannot_pay", "pays"],
+        }
+    )
+    text = latex_table(table.assign(reason=["too dear; one round", "one round"]))
+    assert text.splitlines()[2:5] == [
+        *(r"draft backend & speed-up & verdict \\", r"\midrule"),
+        "\N{EN DASH} & unknown & cannot pay\\textsuperscript{1,2} \\\\",
+    ]
+    assert r"sdpa & 1.20~[1.10, 1.30] & pays\textsuperscript{2} \\" in text
+    assert "\\textsuperscript{1}~too dear\\\\\n\\textsuperscript{2}~one round\n" in text
+    assert text.startswith(r"\begin{tabular}{lrl}")
+
+
+@pytest.mark.skipif(not shutil.which("pdflatex"), reason="pdflatex is not installed")
+@pytest.mark.parametrize("copies", [1, 4])
+def test_latex_compiles_and_fits_the_page(result, tmp_path, copies):
+    table = pd.concat([verdict_table(result.cells)] * copies)
+    hostile = table.iloc[:1].assign(verdict="~^\\$|<>", reason="[odd] & {end} 50% #1; a_b")
+    (tmp_path / "table.tex").write_text(latex_table(pd.concat([table, hostile]), "95% intervals"), encoding="utf-8")
+    packages = r"\usepackage[a4paper,margin=1cm]{geometry}\usepackage{booktabs,longtable}"
+    start = rf"\documentclass{{article}}{packages}\begin{{document}}\noindent\scriptsize"
+    (tmp_path / "page.tex").write_text(f"{start}\n\\input{{table.tex}}\n\\end{{document}}\n")
+    command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "page.tex"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout[-2000:]
+    assert "Overfull" not in done.stdout
 
 
 def test_tables_escape_what_the_data_hold():

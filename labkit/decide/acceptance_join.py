@@ -11,7 +11,7 @@ import pandas as pd
 from labkit.acceptance import prompt_histograms
 from labkit.decide.step_costs import StepCosts
 from labkit.errors import InputError
-from labkit.rows import FORCED_ORIGINS, distinct, is_missing, ok_rows, single_value
+from labkit.rows import FORCED_ORIGINS, distinct, group_numbers, key_value, ok_rows, single_value
 
 GROUP = [
     *("target", "drafter", "num_speculative_tokens", "context_len_low", "context_len_high"),
@@ -108,7 +108,9 @@ def _groups(acceptance: pd.DataFrame) -> list[tuple[tuple[Any, ...], pd.DataFram
         if rows.empty:
             raise InputError("acceptance rows: all of them are forced; an imposed length is given as a number instead")
     rows = rows.assign(**{name: None for name in GROUP if name not in rows})
-    return [(key, group) for key, group in rows.groupby(GROUP, dropna=False, sort=True)]
+    numbers = group_numbers(rows, GROUP)
+    groups = [rows[numbers == number] for number in range(numbers.max() + 1)]
+    return [(tuple(key_value(group[name].iloc[0]) for name in GROUP), group) for group in groups]
 
 
 def _matching(
@@ -133,6 +135,9 @@ def _matching(
 def _source(
     cost: StepCosts, key: tuple[Any, ...], rows: pd.DataFrame, sources: dict[tuple[Any, ...], Source]
 ) -> Source:
+    known = (key, *(cost.key[name] for name in ("target", "gpu", "weight_dtype", "kv_dtype")))
+    if known in sources:
+        return sources[known]
     notes = []
     for name, where in (("gpu", "on"), ("weight_dtype", "with weight_dtype"), ("kv_dtype", "with kv_dtype")):
         present = distinct(rows, name)
@@ -142,19 +147,12 @@ def _source(
             notes.append(f"acceptance measured {where} {', '.join(present)}, cost {cost.key[name]}")
     borrowed = key[0] if key[0] != cost.key["target"] else None
     full_key = (*key, *(tuple(distinct(rows, name)) for name in ("gpu", "weight_dtype", "kv_dtype")), borrowed, *notes)
-    if full_key not in sources:
-        where = f"acceptance rows of {key[0]}, {key[1]}, {key[5]}"
-        single_value(rows, "top_p", where)
-        origin = single_value(rows, "origin", where) or "measured"
-        if borrowed:
-            notes.append(f"acceptance borrowed from {borrowed}, drafter {key[1]}")
-        workload, temperature = (None if is_missing(value) else value for value in key[5:7])
-        temperature = None if temperature is None else float(temperature)
-        measured: dict[str, Any] = {
-            "histograms": prompt_histograms(rows),
-            "notes": tuple(notes),
-            "borrowed_from": borrowed,
-        }
-        origin = "transferred" if borrowed else str(origin)
-        sources[full_key] = Source(full_key, workload, temperature, origin, **measured)
-    return sources[full_key]
+    where = f"acceptance rows of {key[0]}, {key[1]}, {key[5]}"
+    single_value(rows, "top_p", where)
+    origin = "transferred" if borrowed else str(single_value(rows, "origin", where) or "measured")
+    if borrowed:
+        notes.append(f"acceptance borrowed from {borrowed}, drafter {key[1]}")
+    workload, temperature = key[5], None if key[6] is None else float(key[6])
+    measured: dict[str, Any] = {"histograms": prompt_histograms(rows), "notes": tuple(notes), "borrowed_from": borrowed}
+    sources[known] = Source(full_key, workload, temperature, origin, **measured)
+    return sources[known]

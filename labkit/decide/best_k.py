@@ -7,7 +7,7 @@ import pandas as pd
 
 from labkit.acceptance import row_counts
 from labkit.decide.intervals import generator, percentile_interval, resampled_weights, student_spread
-from labkit.decide.step_costs import StepCosts, baseline_ms
+from labkit.decide.step_costs import StepCosts, baseline_ms, finite_median
 from labkit.errors import InputError
 from labkit.rows import ok_rows
 
@@ -184,8 +184,8 @@ def scheduled_verify(costs: Sequence[StepCosts], acceptance: pd.DataFrame, basel
     records = []
     for cost, (sources, _) in zip(costs, join(list(costs), acceptance), strict=True):
         decode_ms = baseline_ms(cost, baseline)[1]
-        ratios = _medians(cost.step_ms / decode_ms[:, None])
-        draft = _medians((cost.parts_ms.get("draft_ms", np.zeros(len(decode_ms))) / decode_ms)[:, None])[0]
+        ratios = np.array([finite_median(column) for column in (cost.step_ms / decode_ms[:, None]).T])
+        draft = finite_median(cost.parts_ms.get("draft_ms", np.zeros(len(decode_ms))) / decode_ms)
         for source in sources:
             if source.histograms is None or not len(source.histograms):
                 continue
@@ -205,10 +205,3 @@ def scheduled_verify(costs: Sequence[StepCosts], acceptance: pd.DataFrame, basel
             found |= {"scheduled_speedup": length / scheduled, "gain": static / scheduled}
             records.append({name: cost.key[name] for name in names} | found)
     return pd.DataFrame(records)
-
-
-def _medians(table: np.ndarray) -> np.ndarray:
-    """Column medians that pass over NaN; NaN for a column without a number."""
-    return np.array(
-        [np.median(column[np.isfinite(column)]) if np.isfinite(column).any() else np.nan for column in table.T]
-    )

@@ -12,7 +12,7 @@ import pandas as pd
 
 from labkit.cost import floor_relative_cost
 from labkit.decide.diagnosis import FLAT, HEALTHY, LINEAR
-from labkit.decide.step_costs import CELL_KEY, StepCosts, baseline_ms
+from labkit.decide.step_costs import CELL_KEY, StepCosts, baseline_ms, finite_median
 from labkit.errors import InputError
 from labkit.shapes import model_shape, model_shapes
 
@@ -43,7 +43,8 @@ def waterfall(costs: Sequence[StepCosts], baseline: str = "fastest") -> pd.DataF
     for cost in costs:
         decode_ms = baseline_ms(cost, baseline)[1]
         ratio = cost.step_ms[:, cost.num_speculative_tokens] / decode_ms
-        if not np.isfinite(ratio).any():
+        total = finite_median(ratio)
+        if not np.isfinite(total):
             continue
         parts = {name: _tokens(cost.parts_ms, columns, decode_ms) for name, columns in BARS.items()}
         for name, column in WHOLE.items():
@@ -53,7 +54,6 @@ def waterfall(costs: Sequence[StepCosts], baseline: str = "fastest") -> pd.DataF
                 for half in halves:
                     del parts[half]
         parts = {name: tokens for name, tokens in parts.items() if np.isfinite(tokens)}
-        total = float(np.nanmedian(ratio))
         parts["unexplained"] = total - sum(parts.values())
         records += [
             cost.key | {"part": name, "tokens": tokens, "relative_step_cost": total} for name, tokens in parts.items()
@@ -63,8 +63,7 @@ def waterfall(costs: Sequence[StepCosts], baseline: str = "fastest") -> pd.DataF
 
 def _tokens(parts_ms: Mapping[str, np.ndarray], columns: Sequence[str], decode_ms: np.ndarray) -> float:
     known = [parts_ms[name] for name in columns if name in parts_ms]
-    ratio = sum(known) / decode_ms if known else np.full(1, np.nan)
-    return float(np.nanmedian(ratio)) if np.isfinite(ratio).any() else float("nan")
+    return finite_median(sum(known) / decode_ms) if known else float("nan")
 
 
 def diagnose_slopes(
@@ -150,7 +149,7 @@ def _diagnosed(row: pd.Series, same: pd.DataFrame) -> tuple[str, str]:
 def _slope(cells: Sequence[StepCosts], times: Any) -> float:
     """Least-squares growth in us per token of context, of medians over rounds; NaN below three contexts over 4 x."""
     points = [(cost.key["context_len"], times(cost)) for cost in cells]
-    found = [(x, float(np.nanmedian(ms)) * 1e3) for x, ms in points if ms is not None and np.isfinite(ms).any()]
+    found = [(x, finite_median(ms) * 1e3) for x, ms in points if ms is not None and np.isfinite(ms).any()]
     x, y = np.array(found, float).reshape(-1, 2).T
     if len(set(x)) < 3 or max(x) < 4 * min(x):
         return float("nan")

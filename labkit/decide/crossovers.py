@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from labkit.rows import plain_record
+from labkit.rows import group_numbers, plain_record
 
 
 def _crossings(position: np.ndarray, log_speedup: np.ndarray, falling: bool) -> np.ndarray:
@@ -98,26 +98,30 @@ def curve_crossings(
 
     cells, draws : verdicts, and the resampled log speed-ups [resamples] of each. curve_columns : what one curve shares.
     """
-    curves = []
     names = [name for name in (*curve_columns, "context_len") if name != axis]
     of_text = ["workload", "temperature", "origin"]
-    for _, same_cost in cells.groupby([name for name in names if name not in of_text], dropna=False, sort=True):
-        places = np.sort(same_cost[axis].unique())
-        known = same_cost[same_cost["mean_acceptance_length"].notna()]
+    if axis == "batch_size" and cells[axis].nunique() < 2:
+        return []
+    same_cost = group_numbers(cells, [name for name in names if name not in of_text])
+    same_text = group_numbers(cells, of_text)
+    position, decided = cells[axis].to_numpy(float), (cells["verdict"] != "undecided").to_numpy()
+    lengths, logs = cells["mean_acceptance_length"].to_numpy(float), np.log(cells["speedup"].to_numpy(float))
+    # With one token per step nothing is gained: a speed-up above 1 tells of the baseline.
+    logs = np.where(lengths > 1, logs, np.minimum(logs, 0))
+    curves = []
+    # Rows by number: a table for each curve would take half the time of a verdict.
+    for cost in range(same_cost.max(initial=-1) + 1):
+        places = np.unique(position[same_cost == cost])
+        known = np.flatnonzero((same_cost == cost) & ~np.isnan(lengths))
         if axis == "batch_size" and len(places) < 2:
             continue
-        for _, curve in known.groupby(of_text, dropna=False, sort=True):
+        for text in np.unique(same_text[known]):
+            own = known[same_text[known] == text]
             # A place without this text's acceptance is a gap: nothing is interpolated across it.
-            columns = np.searchsorted(places, curve[axis])
-            log_speedup = np.full(len(places), np.nan)
-            # With one token per step nothing is gained: a speed-up above 1 tells of the baseline.
-            logs = np.log(curve["speedup"].to_numpy(float))
-            log_speedup[columns] = np.where(curve["mean_acceptance_length"] > 1, logs, np.minimum(logs, 0))
-            log_draws = np.full((len(draws[0]), len(places)), np.nan)
-            log_draws[:, columns] = np.stack([draws[index] for index in curve.index], axis=1)
-            decided = np.zeros(len(places), bool)
-            decided[columns] = curve["verdict"] != "undecided"
-            found = crossovers(places.astype(float), log_speedup, log_draws, confidence, decided)
+            columns = np.searchsorted(places, position[own])
+            log_speedup, log_draws = np.full(len(places), np.nan), np.full((len(draws[0]), len(places)), np.nan)
+            log_speedup[columns], log_draws[:, columns] = logs[own], np.stack([draws[row] for row in own], axis=1)
+            found = crossovers(places, log_speedup, log_draws, confidence, np.isin(places, position[own[decided[own]]]))
             along = [{axis: item.pop("context_len")} | item for item in found]
-            curves.append(plain_record(curve.iloc[0][names].to_dict()) | {"crossovers": along})
+            curves.append(plain_record(cells.iloc[own[0]][names].to_dict()) | {"crossovers": along})
     return curves

@@ -89,9 +89,10 @@ def speedup_of(ratios: np.ndarray, length: Length, rng: np.random.Generator) -> 
     if len(ratios) < 2:
         unknown = np.full(resamples, np.nan)
         return Speedup(log_cost, log_length, unknown, length_draws, unknown, len(ratios))
-    resampled = resampled_medians(ratios, resamples, rng)
+    used = length.shares > 0
+    resampled = resampled_medians(ratios[:, used], resamples, rng)
     spread = student_spread(len(ratios), resamples, rng, of_medians=True)
-    rounds = spread * (np.log(resampled @ length.shares) - log_cost)
+    rounds = spread * (np.log(resampled @ length.shares[used]) - log_cost)
     by_shares = np.log(length.share_draws @ np.median(ratios, axis=0)) - log_cost
     prompts = length.spread * (length.log_draws - log_length - by_shares)
     # One prompt says nothing about the spread of draft lengths, unless every step drafts alike.

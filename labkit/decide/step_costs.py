@@ -6,6 +6,8 @@ A ratio is only ever taken inside one (run_id, group, round), where both sides w
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import isfinite
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -190,14 +192,20 @@ def baseline_ms(costs: StepCosts, baseline: str) -> tuple[str | None, np.ndarray
     half = np.arange(num_rounds) % 2
     # With a single round there is no other half; such a cell stays undecided anyway.
     choosers = [half != side if num_rounds > 1 else half == 0 for side in (0, 1)]
-    table = {
-        name: ms for name, ms in costs.decode_ms.items() if all(np.isfinite(ms[chooser]).any() for chooser in choosers)
-    }
-    if not table:
+    medians = [[finite_median(ms[chooser]) for ms in costs.decode_ms.values()] for chooser in choosers]
+    # A NaN of either half leaves its backend out; so does a cell without any.
+    complete = np.isfinite(medians).all(axis=0)
+    if not complete.any():
         return None, np.full(num_rounds, np.nan)
-    chosen = [min(table, key=lambda name: float(np.nanmedian(table[name][chooser]))) for chooser in choosers]
-    values = np.where(half == 0, table[chosen[0]], table[chosen[1]])
-    return "|".join(sorted(set(chosen))), values
+    fastest = [int(np.where(complete, half_medians, np.inf).argmin()) for half_medians in medians]
+    chosen = [list(costs.decode_ms)[index] for index in fastest]
+    return "|".join(sorted(set(chosen))), np.where(half == 0, *(costs.decode_ms[name] for name in chosen))
+
+
+def finite_median(values: np.ndarray) -> float:
+    """Median of the finite ones of a few values, NaN without any. ``np.nanmedian`` takes many times as long for ten."""
+    finite = [value for value in values.tolist() if isfinite(value)]
+    return median(finite) if finite else float("nan")
 
 
 def paired_ratios(costs: StepCosts, decode_ms: np.ndarray, shares: np.ndarray) -> np.ndarray:

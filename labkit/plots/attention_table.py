@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 
 from labkit.errors import InputError
+from labkit.plots.style import signed
 from labkit.rows import ok_rows
 
 # A setting: inside one only the backend, q_len and context may differ, else times are not comparable.
@@ -123,7 +124,7 @@ def slope_us_per_1k(context_len: np.ndarray, attention_us: np.ndarray) -> float:
 def slope_text(slope: float) -> str:
     """``+9.8 us per 1K``: a slope of `slope_us_per_1k` as labels and answers print it."""
     digits = 0 if abs(slope) >= 9.95 else 1 if abs(slope) >= 0.95 else 2
-    return f"{slope:+,.{digits}f} us per 1K"
+    return f"{signed(slope, digits)} us per 1K"
 
 
 def verify_q_len(table: pd.DataFrame, q_len: int | None) -> int:

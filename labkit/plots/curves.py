@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from labkit.plots.style import format_tokens_range
-from labkit.rows import is_missing
+from labkit.rows import key_value
 
 
 def by_name(frame: pd.DataFrame, column: str) -> Iterator[tuple[str, pd.DataFrame]]:
@@ -56,17 +56,14 @@ def matching_curves(
     crossovers: Sequence[Mapping[str, Any]], cells: pd.DataFrame
 ) -> list[tuple[Mapping[str, Any], pd.DataFrame]]:
     """Curves of `Breakeven.crossovers` that have cells here, each with its cells in order of context."""
-    records, found = cells.to_dict("records"), []
+    found, names = [], [name for name in (crossovers[0] if crossovers else ()) if name in cells]
+    keys = [tuple(map(key_value, key)) for key in cells[names].itertuples(index=False, name=None)]
     for curve in crossovers:
-        names = [name for name in curve if name in cells]
-        own = [all(_same(row[name], curve[name]) for name in names) for row in records]
+        wanted = tuple(curve[name] for name in names)
+        own = [key == wanted for key in keys]
         if any(own):
             found.append((curve, cells[own].sort_values("context_len")))
     return found
-
-
-def _same(value: Any, wanted: Any) -> bool:
-    return is_missing(value) if wanted is None else bool(value == wanted)
 
 
 def crossing_text(crossing: Mapping[str, Any], limits: tuple[float, float]) -> str:

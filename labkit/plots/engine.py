@@ -98,11 +98,8 @@ def figure_engine_prediction(truth: EngineTruth, *, width_in: float = TEXT_WIDTH
     ax.minorticks_off()
     ax.set_aspect("equal")
     ax.legend(loc="upper left", frameon=False, fontsize=NOTE_SIZE)
-    add_header(
-        figure,
-        "Foretold from kernels and forwards",
-        f"{' · '.join(listed(cells, name) for name in ('engine', 'gpu', 'target'))}\nband {truth.tolerance:.0%}; "
-        "hollow: fitted at the shortest context",
-    )
+    about = [listed(cells, name) for name in ("engine", "gpu", "target")]
+    about += [f"band {100 * truth.tolerance:.0f} %; hollow: fitted at the shortest context"]
+    add_header(figure, "Foretold from kernels and forwards", " · ".join(about))
     freeze_layout(figure)
     return figure

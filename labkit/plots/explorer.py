@@ -58,6 +58,8 @@ def plot_parts(ax: Axes, parts: pd.DataFrame, acceptance_length: float) -> None:
 
     The dashed line is what a step yields (NaN: no line): what stands to its right is not paid for.
     """
+    if parts.empty:  # no plain decode of this baseline here
+        return
     names, shown = list(parts["pairing"].drop_duplicates()), list(dict.fromkeys(parts["part"]))
     table = (
         parts.pivot(index="pairing", columns="part", values="tokens").reindex(index=names, columns=shown).fillna(0.0)

@@ -11,7 +11,7 @@ from labkit.errors import InputError
 from labkit.plots.attention import describe
 from labkit.plots.attention_table import Bandwidth, attention_table, cell_table, read_bandwidths, verify_q_len
 from labkit.plots.canvas import add_header, freeze_layout, new_figure
-from labkit.plots.style import INK, NOTE_SIZE, TEXT_WIDTH_IN, format_tokens, log_us_axis, series_styles, styled
+from labkit.plots.style import INK, NOTE_SIZE, TEXT_WIDTH_IN, format_tokens, log_us_axis, series_styles, signed, styled
 
 # Each rung changes one thing of the rung before.
 LADDER: Mapping[str, str] = {
@@ -53,7 +53,7 @@ def figure_over_floor(
     values = np.log(cells.clip(1.0, _WORST).to_numpy(float)) / np.log(_WORST)
     ax.pcolormesh(values, cmap="YlOrBr", vmin=-0.1, vmax=1.15, edgecolors="white", linewidth=1.0)
     for (row, column), ratio in np.ndenumerate(cells.to_numpy(float)):
-        text = "-" if np.isnan(ratio) else f"{ratio:.{0 if ratio >= 9.95 else 1 if ratio >= 1.995 else 2}f}"
+        text = "\u2013" if np.isnan(ratio) else f"{ratio:.{0 if ratio >= 9.95 else 1 if ratio >= 1.995 else 2}f}"
         dark = values[row, column] > 0.75
         ax.text(column + 0.5, row + 0.5, text, ha="center", va="center", size=7.0, color="white" if dark else INK)
     ax.set_xticks(np.arange(cells.shape[1]) + 0.5, [format_tokens(float(context)) for context in cells.columns])
@@ -122,7 +122,7 @@ def figure_ladder(
         left, right = sorted((low if first else before, time))
         shade = "0.6" if first else color if time <= before else "#D55E00"
         ax.barh(index + 0.16, right - left, left=left, height=0.4, color=shade, linewidth=0)
-        gain = "" if first else f"  {time - before:+,.0f} us, {row['gain']:.3g}x"
+        gain = "" if first else f"  ({signed(time - before, 0)} us, {row['gain']:.3g}x)"
         ax.text(right * 1.06, index + 0.16, f"{time:,.0f} us{gain}", va="center", size=NOTE_SIZE)
         name = (labels or {}).get(row["backend"], row["backend"])
         ax.text(start, index - 0.2, f"{name}: {LADDER[row['backend']]}", va="center", size=NOTE_SIZE, color=INK)
@@ -133,6 +133,7 @@ def figure_ladder(
     ax.set(xlim=(low, table["attention_us"].max() * (5 if width_in > 5 else 12)), ylim=(len(table) - 0.45, -0.55))
     ax.set_yticks([])
     log_us_axis(ax.xaxis)
+    ax.spines["left"].set_visible(False)  # nothing starts there: a log axis has no zero
     ax.set_xlabel("attention time per layer (us)\nblack: floor, keys and values read once")
     ax.grid(visible=False, axis="y")
     where = f"q_len {table['q_len'].iloc[0]}, context {format_tokens(table['context_len'].iloc[0])} · "

@@ -3,7 +3,6 @@
 Both are artists, so that positions follow every later change of size, renderer or data limits.
 """
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -167,7 +166,7 @@ class Notes(_Placed):
     def place(self, renderer: RendererBase) -> None:
         """Choose a place for every note in turn, in display coordinates."""
         pixel = _pixel(renderer)
-        placed: list[Bbox] = []
+        placed = np.empty((0, 2, 2))
         for note in self.notes:
             obstacles = _obstacle_points(self.host, renderer, guides=note.stretch is None)
             first, wide = note.texts[0], self.host.bbox.width - 4 * pixel
@@ -176,47 +175,63 @@ class Notes(_Placed):
             sizes = [text.get_window_extent(renderer) for text in note.texts]
             line = max(size.height for size in sizes)
             width, height = max(size.width for size in sizes), line * len(sizes)
-            boxes = self._candidates(note, width, height, pixel)
-            costs = [self._cost(box, note, obstacles, placed, line, pixel) for box in boxes]
-            best = boxes[int(np.argmin(costs))]
+            lefts, bottoms = self._candidates(note, width, height, pixel)
+            costs = self._costs(lefts, bottoms, note, obstacles, placed, (width, height, line, pixel))
+            row, column = np.unravel_index(costs.argmin(), costs.shape)
+            best = np.array([[lefts[column], bottoms[row]], [lefts[column] + width, bottoms[row] + height]])
             for index, text in enumerate(note.texts):
-                text.set_position((best.x0, best.y1 - (index + 1) * line))
-            placed.append(best)
+                text.set_position((best[0, 0], best[1, 1] - (index + 1) * line))
+            placed = np.append(placed, best[None], axis=0)
             if note.leader is not None and note.stretch is not None:
                 x, low, high = note.stretch
                 at, end = self.host.transData.transform([(x, low), (x, high)])
                 middle = (at + end) / 2
-                edge = np.clip(middle, (best.x0, best.y0), (best.x1, best.y1))
+                edge = np.clip(middle, *best)
                 note.leader.set_data([edge[0], middle[0]], [edge[1], middle[1]])
 
-    def _candidates(self, note: _Note, width: float, height: float, pixel: float) -> list[Bbox]:
+    def _candidates(self, note: _Note, width: float, height: float, pixel: float) -> tuple[np.ndarray, np.ndarray]:
+        """Left edges and bottoms of the places to try, each left with each bottom."""
         frame, gap = self.host.bbox, 3.0 * pixel
-        heights = np.linspace(frame.y0 + gap / 2, frame.y1 - height - gap / 2, self._STEPS)
+        bottoms = np.linspace(frame.y0 + gap / 2, frame.y1 - height - gap / 2, self._STEPS)
         if note.stretch is None:
-            lefts = np.linspace(frame.x0 + gap, frame.x1 - width - gap, self._STEPS)
-        else:
-            x = self.host.transData.transform((note.stretch[0], note.stretch[1]))[0]
-            lefts = np.array([x + gap, x - gap - width, x - width / 2])
-            lefts = np.clip(lefts, frame.x0 + gap / 2, max(frame.x1 - width, frame.x0 + gap / 2))
-        return [Bbox.from_bounds(x0, y0, width, height) for y0 in heights for x0 in lefts]
+            return np.linspace(frame.x0 + gap, frame.x1 - width - gap, self._STEPS), bottoms
+        x = self.host.transData.transform((note.stretch[0], note.stretch[1]))[0]
+        lefts = np.array([x + gap, x - gap - width, x - width / 2])
+        return np.clip(lefts, frame.x0 + gap / 2, max(frame.x1 - width, frame.x0 + gap / 2)), bottoms
 
-    def _cost(
-        self, box: Bbox, note: _Note, obstacles: np.ndarray, placed: Sequence[Bbox], line: float, pixel: float
-    ) -> float:
+    def _costs(
+        self,
+        lefts: np.ndarray,
+        bottoms: np.ndarray,
+        note: _Note,
+        obstacles: np.ndarray,
+        placed: np.ndarray,
+        sizes: tuple[float, float, float, float],
+    ) -> np.ndarray:
+        """Cost of each place, float64 [num_bottoms, num_lefts]; ``placed``: corners of the notes before."""
+        width, height, line, pixel = sizes
         frame, margin = self.host.bbox, 1.5 * pixel
-        outside = max(frame.x0 - box.x0, 0) + max(box.x1 - frame.x1, 0)
-        x, y = obstacles.T
-        hit = ((x > box.x0 - margin) & (x < box.x1 + margin) & (y > box.y0 - margin) & (y < box.y1 + margin)).sum()
-        clash = sum(box.padded(margin).overlaps(other) for other in placed)
+        x0, y0 = lefts, bottoms[:, None]
+        x1, y1 = x0 + width, y0 + height
+        # What lies inside in x and in y is counted by a product: a mask per place would take most of a drawing.
+        points, corners = obstacles.T[..., None], placed.transpose(1, 2, 0)[..., None]
+        in_x, in_y = (
+            (points[0] > x0 - margin) & (points[0] < x1 + margin),
+            (points[1] > y0.T - margin) & (points[1] < y1.T + margin),
+        )
+        on_x = (corners[0, 0] <= x1 + margin) & (corners[1, 0] >= x0 - margin)
+        on_y = (corners[0, 1] <= y1.T + margin) & (corners[1, 1] >= y0.T - margin)
+        hits, clashes = in_y.T.astype(float) @ in_x, on_y.T.astype(float) @ on_x
+        outside = np.maximum(frame.x0 - x0, 0) + np.maximum(x1 - frame.x1, 0)
         if note.stretch is None:
-            away = 0.01 * (box.x0 - frame.x0 + frame.y1 - box.y1) / pixel
+            away = 0.01 * (x0 - frame.x0 + frame.y1 - y1) / pixel
         else:
-            at, low, high = note.stretch
-            (anchor, low), (_, high) = self.host.transData.transform([(at, low), (at, high)])
-            away = max(low - box.y0, box.y0 - high, 0) / line + 0.05 * abs((box.x0 + box.x1) / 2 - anchor) / line
-            if box.x0 < anchor < box.x1 and box.y0 < high:
-                away += 1.5  # over the stretch the text hides a part of the line; beside it is better
-        return away + 4.0 * hit + 1000.0 * clash + 50.0 * outside / pixel
+            at, *ends = note.stretch
+            (anchor, low), (_, high) = self.host.transData.transform([(at, end) for end in ends])
+            away = np.maximum(np.maximum(low - y0, y0 - high), 0) / line + 0.05 * abs((x0 + x1) / 2 - anchor) / line
+            # Over the stretch the text hides a part of the line; beside it is better.
+            away += 1.5 * ((x0 < anchor) & (anchor < x1) & (y0 < high))
+        return away + 4.0 * hits + 1000.0 * clashes + 50.0 * outside / pixel
 
 
 def _pixel(renderer: RendererBase) -> float:
@@ -241,8 +256,9 @@ def _obstacle_points(ax: Axes, renderer: RendererBase, *, guides: bool) -> np.nd
     points = [np.empty((0, 2))]
     for path in paths:
         path = path[np.isfinite(path).all(axis=1)]
-        points.append(path)
-        for start, end in itertools.pairwise(path):
-            steps = int(np.hypot(*(end - start)) / (1.5 * pixel))
-            points.append(start + (end - start) * np.linspace(0, 1, steps + 2)[1:-1, None])
+        between = np.diff(path, axis=0)
+        steps = (np.hypot(*between.T) / (1.5 * pixel)).astype(int)
+        segment = np.repeat(np.arange(len(steps)), steps)
+        share = (1 + np.arange(len(segment)) - (steps.cumsum() - steps)[segment]) / (steps[segment] + 1)
+        points += [path, path[segment] + between[segment] * share[:, None]]
     return np.concatenate(points)

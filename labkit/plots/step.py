@@ -16,7 +16,7 @@ from labkit.decide.forward_costs import FREE, draft_forwards
 from labkit.decide.pairings import Pairing, drafter_rows, measured_pairings, pairing_cells
 from labkit.errors import InputError
 from labkit.plots.canvas import add_header, add_legend, freeze_layout, new_figure
-from labkit.plots.style import INK, MUTED, NOTE_SIZE, TEXT_WIDTH_IN, format_tokens, styled, text_color
+from labkit.plots.style import INK, MUTED, NOTE_SIZE, TEXT_WIDTH_IN, format_tokens, signed, styled, text_color
 from labkit.rows import matching
 from labkit.steps.table import PARTS, Sidecars, forward_table, one_setting
 
@@ -148,7 +148,8 @@ def figure_step_parts(
             drawn |= _draw_pair(ax, place, parts)
             _draw_line(ax, place, acceptance_length * parts["plain"]["total"], parts["speculative"]["total"], cell)
         _finish(ax, context, pairings)
-    axes[0].set_ylabel("time of a step (ms)")
+    for ax in axes[: 1 if width_in > 5 else None]:
+        ax.set_ylabel("time of a step (ms)")
     decoders = ", ".join(sorted({name for names in cells["decode_backend"].dropna() for name in names.split("|")}))
     whose = "fastest plain decode" if baseline == "fastest" else "the pairing's plain decode"
     note = f" · left bar: {whose} ({decoders}), right bar: speculative step"
@@ -206,7 +207,7 @@ def _draw_line(ax: Axes, place: int, line_ms: float, step_ms: float, cell: pd.Se
 
 
 def _signed(value: float) -> str:
-    return f"{value:+,.{0 if abs(value) >= 99.5 else 1 if abs(value) >= 9.95 else 2}f}"
+    return signed(value, 0 if abs(value) >= 99.5 else 1 if abs(value) >= 9.95 else 2)
 
 
 def _finish(ax: Axes, context: float, pairings: Sequence[Pairing]) -> None:

@@ -7,7 +7,7 @@ and outside the context it silently falls back to Type 3 fonts and outlined text
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
@@ -27,41 +27,22 @@ _TICKS: Mapping[str, object] = {
     **{"labelsize": 7.0, "color": "0.35", "labelcolor": INK},
     **{"major.width": 0.6, "major.size": 3.0, "minor.width": 0.4, "minor.size": 1.6},
 }
+_AXES: Mapping[str, object] = {
+    **{"titlesize": 8.0, "titlelocation": "left", "titlepad": 5.0, "labelsize": 8.0, "labelpad": 2.5},
+    **{"labelcolor": INK, "edgecolor": "0.35", "linewidth": 0.6, "spines.top": False, "spines.right": False},
+    **{"axisbelow": True, "xmargin": 0.0, "grid": True, "grid.axis": "y"},
+}
 RC: Mapping[str, object] = {
     # DejaVu Sans comes with matplotlib, so a figure does not depend on the fonts of the machine.
-    "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans"],
-    "font.size": 8.0,
-    "axes.titlesize": 8.0,
-    "axes.titlelocation": "left",
-    "axes.titlepad": 5.0,
-    "axes.labelsize": 8.0,
-    "axes.labelpad": 2.5,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": "0.35",
-    "axes.linewidth": 0.6,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "axes.xmargin": 0.0,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "grid.color": "0.91",
-    "grid.linewidth": 0.5,
+    **{"font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "font.size": 8.0, "text.color": INK},
+    **{f"axes.{name}": value for name, value in _AXES.items()},
     **{f"{axis}tick.{name}": value for axis in "xy" for name, value in _TICKS.items()},
-    "text.color": INK,
+    **{"grid.color": "0.91", "grid.linewidth": 0.5, "hatch.linewidth": 0.5},
+    **{"lines.linewidth": 1.4, "lines.markersize": 3.6, "lines.solid_capstyle": "round"},
     # Letters are then as wide on screen as in the PDF, so one layout serves all formats.
     "text.hinting": "no_hinting",
-    "hatch.linewidth": 0.5,
-    "lines.linewidth": 1.4,
-    "lines.markersize": 3.6,
-    "lines.solid_capstyle": "round",
-    "figure.dpi": 150.0,
-    "savefig.dpi": 300.0,
-    "pdf.fonttype": 42,
-    "ps.fonttype": 42,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "labkit",
+    **{"figure.dpi": 150.0, "savefig.dpi": 300.0},
+    **{"pdf.fonttype": 42, "ps.fonttype": 42, "svg.fonttype": "none", "svg.hashsalt": "labkit"},
 }
 
 # Okabe-Ito. Black is kept for baselines and floors; its yellow is too light for a line on white.
@@ -115,6 +96,8 @@ R = TypeVar("R")
 
 def context() -> AbstractContextManager[None]:
     """The rc context of every figure: matplotlib's defaults plus `RC`, whatever a user's matplotlibrc says."""
+    if matplotlib.rcParams["svg.hashsalt"] == RC["svg.hashsalt"]:  # nobody else's, so inside already
+        return nullcontext()
     return matplotlib.style.context(["default", dict(RC)])
 
 
@@ -218,6 +201,11 @@ def context_axis(ax: Axes, low: float, high: float) -> None:
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_tokens(value)))
     ax.xaxis.set_minor_formatter(NullFormatter())
     ax.set_xlabel("context length (tokens)")
+
+
+def signed(value: float, digits: int) -> str:
+    """``+1,234.5`` or ``\u22121,234.5``, with a minus sign and not a hyphen."""
+    return f"{value:+,.{digits}f}".replace("-", "\u2212")
 
 
 def display_name(name: object, labels: Mapping[str, str] | None) -> str:

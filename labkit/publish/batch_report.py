@@ -22,7 +22,7 @@ h1 { font-size: 1.4em; } h2 { font-size: 1.15em; border-top: 1px solid #ccc; pad
 pre { background: #f6f6f6; padding: 0.7em; white-space: pre-wrap; overflow-wrap: anywhere; } img { max-width: 100%; }
 table { border-collapse: collapse; font-size: 12px; } .wide { overflow-x: auto; margin: 1em 0; }
 th, td { padding: 2px 9px; border-bottom: 1px solid #e4e4e4; text-align: right; white-space: nowrap; }
-.bad { color: #b3261e; }
+th:first-child, td:first-child { text-align: left; } .bad { color: #b3261e; }
 """
 _SUMMARY = ("notebook", "status", "cell", "seconds", "error")
 _SOURCE = ("file", "device", "driver", "commit", "sha256")

@@ -153,7 +153,13 @@ class StoredRows:
         return choice if joins.any() else replace(choice, acceptance_length=usual_length(choice.num_speculative_tokens))
 
     def cost_rows(self, choice: Choice) -> pd.DataFrame:
-        """Cost rows of a choice: the chosen speculative arms, and the plain arms of their groups.
+        """The chosen speculative arms, and the plain arms of their groups. Raises as `chosen`."""
+        kept = self.chosen(choice)
+        same_groups = np.isin(self._groups, np.unique(self._groups[kept]))
+        return self.costs[kept | (self._holds("arm", "plain") & same_groups)]
+
+    def chosen(self, choice: Choice) -> np.ndarray:
+        """Which cost rows are the chosen speculative arms, bool [num_rows].
 
         Raises InputError: nothing was measured there; the message names the first field that leaves nothing, and what
         there is instead.
@@ -174,8 +180,7 @@ class StoredRows:
                 raise InputError(f"{_said(name, wanted)} was not measured{where}; there: {there}")
             told.append(_said(name, wanted))
             kept = narrowed
-        same_groups = np.isin(self._groups, np.unique(self._groups[kept]))
-        return self.costs[kept | (self._holds("arm", "plain") & same_groups)]
+        return kept
 
     def acceptance_rows(self, choice: Choice) -> pd.DataFrame:
         """Acceptance rows of a choice. Raises InputError: none were measured; what there is instead."""

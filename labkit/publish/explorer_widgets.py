@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import html
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,7 @@ KEYBOARD = """window.labkitKeyboard ??= setInterval(() => {
     (canvas) => { canvas.tabIndex = -1; });
 }, 300);"""
 _MEASURED, _TYPED = "measured on the text", "typed, with bounds"
+_BEST = "<b>Best k here:</b>"
 _NEAR_PIXELS = 22.0
 
 
@@ -212,7 +213,24 @@ class ExplorerWidget(widgets.VBox):
             self.readout.value = f"<b>Nothing to draw.</b> {html.escape(self.message)}"
             self.crossings.value = self.best.value = ""
         else:
-            self._show_numbers()
+            self._later(0.01, self._show_numbers)
+            # Not before a hand that drags a slider would have moved on.
+            typed = self.choice.acceptance_length is not None
+            self.best.value = f"{_BEST} \u2026"
+            self._later(0.3, self._show_best, [] if typed else self.explorer.values("num_speculative_tokens"))
+
+    def _later(self, seconds: float, show: Callable[..., None], *arguments: Any) -> None:
+        """Call ``show`` when the picture has left, unless something else is chosen by then."""
+        choice = self.choice
+
+        def unless_moved() -> None:
+            if choice == self.choice:
+                show(*arguments)
+
+        try:
+            asyncio.get_running_loop().call_later(seconds, unless_moved)
+        except RuntimeError:  # no event loop: not in a kernel
+            unless_moved()
 
     def _show_numbers(self) -> None:
         cells, causes = self.explorer.at_context(self.choice), self.explorer.causes(self.choice)
@@ -233,26 +251,24 @@ class ExplorerWidget(widgets.VBox):
         ]
         where = "" if self.choice.context_range is None else f" between {' and '.join(map(format_tokens, limits))}"
         self.crossings.value = f"<b>Crossings{where}:</b> " + ("; ".join(lines) or "none")
-        try:
-            asyncio.get_running_loop().call_later(0.2, self._show_best, self.choice)
-        except RuntimeError:  # no event loop: not in a kernel
-            self._show_best(self.choice)
 
-    def _show_best(self, choice: Choice) -> None:
-        """Best k per backend, after the picture: it looks at every k."""
-        if choice != self.choice:
+    def _show_best(self, ks: Sequence[int]) -> None:
+        """Best k per backend, one k at a time: a control that is moved meanwhile waits for one of them at most."""
+        if ks:
+            self.explorer.with_k(self.choice, ks[0])
+            self._later(0.05, self._show_best, ks[1:])
             return
         try:
-            best = self.explorer.best(choice)
+            best = self.explorer.best(self.choice)
             said = [
                 f"{html.escape(row['verify_backend'])}: {f'k = {row.best_k}' if row['best_k'] else 'off'} "
                 f"({row['speedup']:.2f} [{row['speedup_low']:.2f}, {row['speedup_high']:.2f}]"
                 f"{'' if row['decided'] else ', undecided'})"
                 for _, row in best.iterrows()
             ]
-            self.best.value = "<b>Best k here:</b> " + "; ".join(said)
+            self.best.value = f"{_BEST} {'; '.join(said)}"
         except InputError as error:
-            self.best.value = f"<b>Best k here:</b> {html.escape(str(error))}"
+            self.best.value = f"{_BEST} {html.escape(str(error))}"
 
     def _limits(self) -> tuple[float, float]:
         contexts = self.explorer.contexts(self.choice)

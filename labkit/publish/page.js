@@ -231,13 +231,15 @@ function values(rows, name) {
 
 function makeSelects(state) {
   $("controls").replaceChildren();
+  // Begin at a combination that was measured: that of the longest drafts.
+  const first = state.rows.reduce((a, b) => b.num_speculative_tokens > a.num_speculative_tokens ? b : a, state.rows[0]);
   for (const [name, title] of Object.entries(SELECTS)) {
     const options = values(state.rows, name);
     if (options.length < 2) continue;
     const label = document.createElement("label"), select = document.createElement("select");
     select.id = `select-${name}`;
     options.forEach((value, i) => select.add(new Option(value === null ? "none" : value, i)));
-    select.selectedIndex = name === "num_speculative_tokens" ? options.length - 1 : 0;
+    select.selectedIndex = options.indexOf(first[name] ?? null);
     select.addEventListener("change", () => draw(state));
     label.append(`${title} `, select);
     $("controls").append(label);
@@ -251,8 +253,8 @@ function chosen(state) {
   }));
 }
 
-const number = (value) => value === null ? "-" : value.toFixed(2);
-const ranged = (row, name) => row[name] === null ? "-" :
+const number = (value) => value === null ? "\u2013" : value.toFixed(2);
+const ranged = (row, name) => row[name] === null ? "\u2013" :
   `${number(row[name])} [${number(row[name + "_low"])}, ${number(row[name + "_high"])}]`;
 
 function draw(state) {
@@ -269,7 +271,7 @@ function draw(state) {
   });
   $("table").replaceChildren(table);
   const names = values(rows, "verify_backend").map((name) => Object.assign(document.createElement("span"),
-    {textContent: `\u25cf ${name}`, style: `color: ${look(name).color}; margin-right: 1.2em`}));
+    {textContent: `${look(name).sign} ${name}`, style: `color: ${look(name).color}; margin-right: 1.2em`}));
   $("legend").replaceChildren(...names, "\u25c6 acceptance length");
 }
 

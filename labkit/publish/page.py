@@ -19,7 +19,9 @@ from labkit.plots.style import BACKENDS, series_styles
 if TYPE_CHECKING:
     import altair as alt
 
-_SHAPES = {"o": "circle", "s": "square", "^": "triangle-up", "D": "diamond", "v": "triangle-down", "P": "cross"}
+# Vega's name of a marker, and the sign that stands for it in the key.
+_SHAPES = {"o": ("circle", "\u25cf"), "s": ("square", "\u25a0"), "^": ("triangle-up", "\u25b2")}
+_SHAPES |= {"D": ("diamond", "\u25c6"), "v": ("triangle-down", "\u25bc"), "P": ("cross", "\u271a")}
 _STYLE = """
 body { font: 14px/1.45 system-ui, sans-serif; color: #222; max-width: 900px; margin: 1.5em auto; padding: 0 1em; }
 h1 { font-size: 1.3em; margin: 0; } .muted { color: #666; margin: 0.2em 0; }
@@ -78,8 +80,9 @@ def _in_script(content: Any) -> str:
 
 
 def _palette() -> dict[str, dict[str, str]]:
-    looks = series_styles(BACKENDS).items()
-    return {name: {"color": look.color, "shape": _SHAPES.get(look.marker, "triangle-left")} for name, look in looks}
+    looks = series_styles(BACKENDS)
+    shapes = {name: _SHAPES.get(look.marker, ("triangle-left", "\u25c0")) for name, look in looks.items()}
+    return {n: {"color": looks[n].color, "shape": shape, "sign": sign} for n, (shape, sign) in shapes.items()}
 
 
 def chart() -> alt.VConcatChart:
@@ -118,7 +121,8 @@ def chart() -> alt.VConcatChart:
         ),
     )
     upper = upper.properties(width=640, height=300)
-    look: dict[str, Any] = {"title": "speed-up", "scale": alt.Scale(type="log", base=2, nice=False)}
+    look: dict[str, Any] = {"title": "speed-up", "scale": alt.Scale(type="log", base=2, nice=False, padding=6)}
+    look |= {"axis": alt.Axis(values=[0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12], format="~g")}
     speed, ends = alt.Y("speedup:Q", **look), {"y": alt.Y("speedup_low:Q", **look), "y2": "speedup_high"}
     lower = alt.layer(
         base.mark_rule(color="black", strokeDash=[2, 3]).encode(y=alt.datum(1.0)),
