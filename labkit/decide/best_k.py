@@ -61,10 +61,10 @@ def cut_bias(
     names = ["target", "drafter", "workload", "context_len_low"]
     records = []
     for key, group in rows.groupby(names, dropna=False, sort=True):
-        ks = sorted(group["num_speculative_tokens"].unique())
-        for k, above in [(k, above) for k in ks for above in ks if above > k]:
-            own = _tokens_and_steps(group[group["num_speculative_tokens"] == k])
-            other = _tokens_and_steps(_cut(group[group["num_speculative_tokens"] == above], k))
+        drafted = group["num_speculative_tokens"].astype(int)
+        kept = {k: _steps_by_kept(group[drafted == k]) for k in sorted(drafted.unique().tolist())}
+        for k, above in [(k, above) for k in kept for above in kept if above > k]:
+            own, other = _tokens_and_steps(kept[k], k), _tokens_and_steps(kept[above], k)
             both = own.join(other.add_suffix("_cut"), how="inner").to_numpy(float)
             if not len(both):
                 continue
@@ -86,13 +86,17 @@ def cut_bias(
     return pd.DataFrame(records)
 
 
-def _tokens_and_steps(rows: pd.DataFrame) -> pd.DataFrame:
-    counts = [row_counts(row) for row in rows.to_dict("records")]
-    table = rows[_KEY].assign(
-        tokens=[item.num_verify_steps + item.num_accepted_tokens for item in counts],
-        steps=[item.num_verify_steps for item in counts],
-    )
-    return table.groupby(_KEY, dropna=False)[["tokens", "steps"]].sum()
+def _steps_by_kept(rows: pd.DataFrame) -> pd.DataFrame:
+    """Verify steps that kept 0, 1, .. k drafts, one row per prompt."""
+    kept = [row_counts(row).histogram.sum(axis=0) for row in rows.to_dict("records")]
+    table = pd.concat([rows[_KEY].reset_index(drop=True), pd.DataFrame(kept)], axis=1)
+    return table.groupby(_KEY, dropna=False).sum()
+
+
+def _tokens_and_steps(kept: pd.DataFrame, k: int) -> pd.DataFrame:
+    """Tokens and steps of each prompt if no step had kept more than k drafts."""
+    tokens = kept.to_numpy() @ (np.minimum(np.arange(kept.shape[1]), k) + 1)
+    return pd.DataFrame({"tokens": tokens, "steps": kept.sum(axis=1).to_numpy()}, index=kept.index)
 
 
 def best_k(cells: pd.DataFrame) -> pd.DataFrame:
