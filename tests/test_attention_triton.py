@@ -1,9 +1,5 @@
 """The Triton kernels under the interpreter, which must be switched on before Triton is imported: in a child process."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 pytest.importorskip("triton")
@@ -21,27 +17,15 @@ from labkit.attention.backend_triton_split import (
     has_gluon,
 )
 from labkit.attention.inputs import check, expect, make_inputs, random_tree
-from labkit.paths import ROOT
 from labkit.shapes import AttentionShape
+from tests.interpreter import IS_CHILD, interpreted, run_file
 
-IS_CHILD = os.environ.get("TRITON_INTERPRET") == "1"
 BACKENDS = ["triton_nosplit", "triton_split"]
 ALL = ["triton_split", *VARIANTS]
-interpreted = pytest.mark.skipif(not IS_CHILD, reason="runs in the child process of test_under_the_interpreter")
 
 
-@pytest.mark.skipif(IS_CHILD, reason="is the child")
 def test_under_the_interpreter():
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", __file__, "-q", "-p", "no:cacheprovider"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_file(__file__)
 
 
 def check_backends(

@@ -1,8 +1,5 @@
 """The captured forward's kernels under the interpreter, against the decoder's own forward and a plain hybrid layer."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -18,20 +15,14 @@ from labkit.models.gated_delta import DeltaLayer, DeltaState
 from labkit.models.linear import Float8Linear, PlainLinear
 from labkit.models.static_forward import StaticForward
 from labkit.models.weights import load_model
-from labkit.paths import ROOT
 from labkit.shapes import model_shape
+from tests.interpreter import interpreted, run_file
 
-IS_CHILD = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not IS_CHILD, reason="runs in the child process of test_under_the_interpreter")
 LENS = [37, 90]
 
 
-@pytest.mark.skipif(IS_CHILD, reason="is the child")
 def test_under_the_interpreter():
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", __file__, "-q", "-p", "no:cacheprovider"]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:]
+    run_file(__file__)
 
 
 def tiny(name: str = "tiny", **changes):
