@@ -235,9 +235,10 @@ def test_one_best_k_is_of_one_dtype() -> None:
 def test_emit_prints_flags(stored: Path, capsys: pytest.CaptureFixture[str], engine: str, flags: str) -> None:
     where = ["--where", "workload=code_editing", "verify_backend=sdpa"]
     assert main(["best-k", str(stored), "--emit", engine, *where]) == 0
-    comment, printed = capsys.readouterr().out.strip().split("\n", 1)
+    comment, note, printed = capsys.readouterr().out.strip().split("\n", 2)
     assert printed == flags
     assert comment.startswith("# k = 4 loses least over")
+    assert note == "# acceptance partly of texts that repeat themselves"
     assert "undecided" in comment
 
 

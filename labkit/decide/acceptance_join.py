@@ -12,11 +12,13 @@ from labkit.acceptance import prompt_histograms
 from labkit.decide.step_costs import StepCosts
 from labkit.errors import InputError
 from labkit.rows import FORCED_ORIGINS, distinct, group_numbers, key_value, ok_rows, single_value
+from labkit.workloads import MAX_REPEATED
 
 GROUP = [
     *("target", "drafter", "num_speculative_tokens", "context_len_low", "context_len_high"),
     *("workload", "temperature"),
 ]
+FEW_TEXTS = 0.1  # share of texts that may repeat themselves without a word
 NEEDED = (*GROUP[:5], "prompt_id", "accepted_by_draft_length")
 
 
@@ -152,6 +154,9 @@ def _source(
     origin = "transferred" if borrowed else str(single_value(rows, "origin", where) or "measured")
     if borrowed:
         notes.append(f"acceptance borrowed from {borrowed}, drafter {key[1]}")
+    repeating = rows.get("repeated_ngram_share", pd.Series(dtype=float)) > MAX_REPEATED
+    if repeating.mean() > FEW_TEXTS:
+        notes.append("acceptance partly of texts that repeat themselves")
     workload, temperature = key[5], None if key[6] is None else float(key[6])
     measured: dict[str, Any] = {"histograms": prompt_histograms(rows), "notes": tuple(notes), "borrowed_from": borrowed}
     sources[known] = Source(full_key, workload, temperature, origin, **measured)

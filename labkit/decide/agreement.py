@@ -9,8 +9,8 @@ import pandas as pd
 from labkit.acceptance import acceptance_table, counts_from_frame
 from labkit.errors import InputError
 from labkit.rows import ok_rows
+from labkit.workloads import MAX_REPEATED
 
-REPEATING = 0.2  # share of repeated 4-grams above which a text counts as repeating itself
 BANDS = (0, 32, 64, 128, 256, 512)  # of output tokens
 
 
@@ -75,7 +75,7 @@ def repetition_table(df: pd.DataFrame) -> pd.DataFrame:
     """Acceptance lengths of the largest k where the text repeats over 20% of its 4-grams, and where not."""
     rows = ok_rows(df, "acceptance", ["drafter", "workload", "repeated_ngram_share", "num_speculative_tokens"])
     rows = rows[rows["num_speculative_tokens"] == rows["num_speculative_tokens"].max()]
-    repeats = rows["repeated_ngram_share"].fillna(0.0) > REPEATING
+    repeats = rows["repeated_ngram_share"].fillna(0.0) > MAX_REPEATED
     table = acceptance_table(
         rows.assign(text=np.where(repeats, "repeating", "varied")), by=["drafter", "workload", "text"]
     )

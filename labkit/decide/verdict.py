@@ -80,7 +80,8 @@ def render(result: Breakeven, *, everything: bool = False) -> str:
     printed with one line per curve, and the others are named with their number of cells; ``everything``: all cells.
     """
     if everything or len(result.cells) <= MOST_CELLS:
-        table, rest = verdict_table(result.cells), list[str]()
+        table, rest = verdict_table(result.cells), acceptance_notes(result.cells)
+        table["reason"] = table["reason"].map(lambda text: _without(text, rest))
     else:
         all_cells = result.cells
         result, rest = _one_setting(result)
@@ -117,6 +118,11 @@ def not_judged_lines(cells: pd.DataFrame) -> list[str]:
         more = f" and {len(reasons) - 1} more reasons (--json)" if len(reasons) > 1 else ""
         lines.append(f"k = {k} not judged in {len(own)} of its cells: {reasons.index[0]}{more}")
     return lines
+
+
+def _without(reason: str, notes: Sequence[str]) -> str:
+    """A cell's reason without the parts that are said below the table."""
+    return "; ".join(part for part in reason.split("; ") if part not in notes)
 
 
 def acceptance_notes(cells: pd.DataFrame) -> list[str]:

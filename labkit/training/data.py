@@ -19,6 +19,7 @@ from torch import Tensor
 from labkit.accept import sampling_probs
 from labkit.errors import InputError
 from labkit.paths import write_whole
+from labkit.workloads import MAX_REPEATED
 
 if TYPE_CHECKING:
     from labkit.kv_cache import PagedKVCache
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 _CACHE_TOKENS, _MAX_ROWS = 1_200_000, 4096  # of the cache of a batch, at most
 _PREFILL_TOKENS = 32_768  # of a pass
-_MIN_TOKENS, _MAX_REPEATED = 16, 0.2  # of an answer that is learnt from
+_MIN_TOKENS = 16  # of an answer that is learnt from
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,7 @@ def usable(answers: Sequence[Answer]) -> list[Answer]:
             gram = tuple(answer.output_ids[last - 4 : last])
             repeated += gram in seen
             seen.add(gram)
-            if repeated <= _MAX_REPEATED * (last - 3):
+            if repeated <= MAX_REPEATED * (last - 3):
                 end = last
         if end >= _MIN_TOKENS:
             kept.append(Answer(answer.prompt_ids, answer.output_ids[:end]))

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from labkit.acceptance import AcceptanceCounts
-from labkit.decide.agreement import REPEATING
 from labkit.drafting.autoregressive import AutoregressiveDrafter
 from labkit.drafting.block import BlockDrafter
 from labkit.drafting.named import taps_of
 from labkit.drafting.ngram import NgramDrafter
 from labkit.models.target import ModelTarget
 from labkit.speculation import Drafter, Generation, speculate
-from labkit.workloads import WORKLOADS, load_prompts, repeated_ngram_share
+from labkit.workloads import MAX_REPEATED, WORKLOADS, load_prompts, repeated_ngram_share
 
 if TYPE_CHECKING:
     from labkit.models.decoder import Decoder
@@ -61,7 +60,7 @@ def _summary(names: Sequence[str], generations: Sequence[Generation], k: int) ->
     """Lengths of varied and of repeating continuations, pooled over steps, by workload and in all."""
     groups: dict[str, list[Generation]] = {}
     for name, generation in zip(names, generations, strict=True):
-        repeating = (repeated_ngram_share(generation.output_ids) or 0.0) > REPEATING
+        repeating = (repeated_ngram_share(generation.output_ids) or 0.0) > MAX_REPEATED
         for key in ("repeating",) if repeating else (name, "all", *(["code"] if name.startswith("code") else [])):
             groups.setdefault(key, []).append(generation)
     return {
