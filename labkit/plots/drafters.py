@@ -65,9 +65,10 @@ def plot_length_against_draft_cost(acceptance: pd.DataFrame, loop: pd.DataFrame,
         marks(ax, x, y, styles[name], hollow=False, size=4.2, yerr=bars(y, *bounds))
         for _, row in rows.iterrows():
             place = (row["draft_ms"], row["mean_acceptance_length"])
-            ax.annotate(f"{row['num_speculative_tokens']:.0f}", place, (3, -8), textcoords="offset points", fontsize=6)
+            k = f"{row['num_speculative_tokens']:.0f}"
+            ax.annotate(k, place, (-4, 3), textcoords="offset points", fontsize=6, ha="right")
         ends.add(x.max(), y[np.argmax(x)], drafter_label(name), color=styles[name].color)
-    ax.set_xlim(0, None)
+    ax.set_xlim(0, 1.06 * table["draft_ms"].max())
     ax.set_xlabel("draft time per step (ms); numbers at marks: k")
     ax.set_ylabel("tokens per verify step\n(pooled, bonus counted)")
     return ax
