@@ -1,10 +1,12 @@
 """Windows of plain decode: a vLLM server without drafts, and plain windows as the baseline of speculative ones."""
 
+import json
 import random
 import re
 
 import pytest
 
+from labkit.cli import main
 from labkit.engines.importing import Reader
 from labkit.engines.report import render
 from tests.test_engines_diagnose import diagnosed, log
@@ -174,3 +176,23 @@ def test_plain_windows_of_sglang_are_a_baseline_too():
 
 def one(context):
     return 1.0
+
+
+@pytest.mark.parametrize("prefix", ["vllm-{}-1  | ", "[pod/vllm-{}/server] ", "Jun 03 10:00:00 host-{} docker[7]: "])
+def test_servers_whose_lines_alternate_are_not_mixed(tmp_path, capsys, prefix):
+    both = []
+    for pair in zip(*(windows("s", verify_ms=steep, seed=seed).splitlines() for seed in (1, 2)), strict=True):
+        both += [prefix.format(name) + line for name, line in zip("ab", pair, strict=True)]
+    (tmp_path / "both.log").write_text("\n".join(both))
+    assert main(["diagnose", str(tmp_path / "both.log")]) == 2
+    assert re.fullmatch(
+        r"labkit diagnose: \S+both.log: lines of 2 servers alternate \(.+\); .+\n", capsys.readouterr().err
+    )
+    assert main(["import", str(tmp_path / "both.log"), "--json"]) == 0
+    output = capsys.readouterr()
+    assert "lines of 2 servers alternate" in output.err
+    records = [record for record in json.loads(output.out) if record["output_tokens_per_s"]]
+    assert [bool(record["num_drafted_steps"]) for record in records] == 14 * [True]
+    one_after_the_other = sorted(both, key=lambda line: prefix.format("b") in line)
+    (tmp_path / "both.log").write_text("\n".join(one_after_the_other))
+    assert main(["diagnose", str(tmp_path / "both.log")]) == 0

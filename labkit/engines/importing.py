@@ -9,7 +9,7 @@ from typing import Any
 
 from labkit.engines import checks, clients, llamacpp, sglang, vllm
 from labkit.engines.metrics import SAMPLE, MetricsPages
-from labkit.engines.reading import MAX_DOCUMENT_BYTES, MAX_LOG_CHARACTERS, Input, load_json
+from labkit.engines.reading import MAX_DOCUMENT_BYTES, MAX_LOG_CHARACTERS, Input, load_json, printed_by
 from labkit.engines.record import Record
 from labkit.engines.roles import resolve_roles
 from labkit.engines.server import Server, begins_server, server_marks
@@ -37,7 +37,8 @@ class Reader:
         self._start(Server())
 
     def _start(self, server: Server) -> None:
-        self.server, self._blocks, self._graphs = server, clients.Blocks(), set[bool]()
+        self.server, self._blocks, self._graphs, self._source = server, clients.Blocks(), set[bool](), ""
+        self._sources = dict[str, bool]()  # who printed figures; whether one came back after another
         self._logs: dict[str, Any] = {
             "sglang": sglang.Log(server),
             "vllm": vllm.Log(server),
@@ -48,7 +49,7 @@ class Reader:
         """Records of one file. ``server``: facts that hold for several files of one server; ``sampled``: of a long log
         a stated part (`Input.lines`).
 
-        Raises InputError: no such file, broken JSON, a gzip bomb.
+        Raises InputError: no such file, broken JSON, a gzip bomb; ``sampled``: lines of several servers in turns.
         """
         source = Input(path)
         try:
@@ -56,6 +57,12 @@ class Reader:
         finally:
             source.close()
             self.notes += [f"{source.name}: {note}" for note in source.notes]
+        if any(self._sources.values()):
+            names = ", ".join([*self._sources][:4])
+            text = f"{source.name}: lines of {len(self._sources)} servers alternate ({names}); wanted those of one"
+            if sampled:  # windows, arguments and baseline of one would be taken for those of another
+                raise InputError(text)
+            self.notes.append(text)
 
     def read_text(self, text: str, name: str, server: Server | None = None) -> Iterator[Record]:
         """Records of a text that is already in memory, as `read` gives them for a file."""
@@ -137,7 +144,9 @@ class Reader:
     def _of_line(self, text: str, name: str, line: int) -> list[Record]:
         for item in self._lines:
             if item.has in text and (match := item.pattern.search(text)):
-                self.server.served |= item.scope in ("window", "request")
+                if item.scope in ("window", "request"):
+                    self.server.served = True
+                    self._from(printed_by(text))
                 values = match.groupdict() if item.read == "regex" else pairs(text[match.end() :])
                 return getattr(self._logs[item.engine], item.then)(item.record(values, f"{name}:{line}"), values, text)
         if text.startswith(_SAMPLES) and SAMPLE.match(text):
@@ -147,6 +156,11 @@ class Reader:
         if self._blocks.start or any(mark in text for mark in self._block_marks):
             return self._blocks.feed(text, f"{name}:{line}")
         return []
+
+    def _from(self, name: str) -> None:
+        """Note who printed a line of figures. One that comes back after another ran beside it, not before it."""
+        if name and name != self._source:
+            self._sources[name], self._source = name in self._sources, name
 
     def _of_json(self, content: Any, place: str) -> Iterator[Record]:
         """Records of every known object inside a JSON value; the outermost object that matches wins."""
