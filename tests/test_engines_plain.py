@@ -196,3 +196,34 @@ def test_servers_whose_lines_alternate_are_not_mixed(tmp_path, capsys, prefix):
     one_after_the_other = sorted(both, key=lambda line: prefix.format("b") in line)
     (tmp_path / "both.log").write_text("\n".join(one_after_the_other))
     assert main(["diagnose", str(tmp_path / "both.log")]) == 0
+
+
+def requests(context, length=None, steps=200, step_ms=20.0):
+    """One request of llama-server; ``length``: with the line of its drafts."""
+    accepted = round(steps * (length - 1)) if length else 0
+    output = steps + accepted + 1
+    draft = f"draft acceptance rate = 0.5 ({accepted} accepted / {3 * steps} generated)"
+    return (
+        f"slot print_timing: id  0 | task 7 |\nprompt eval time = 400.00 ms / {context - output // 2} tokens\n"
+        f"       eval time = {steps * step_ms:.2f} ms / {output} tokens\n      total time = 9 ms / 9 tokens\n"
+        + (f"slot print_timing: id  0 | task 7 | {draft}\n" if length else "")
+    )
+
+
+def test_plain_requests_of_llamacpp_are_a_baseline():
+    contexts = (2000, 2010, 2020, 8000, 8010, 8020)
+    start = "build: 9100 (abc) with gcc\n"
+    plain = start + "".join(requests(context, step_ms=10 + context / 8000) for context in contexts)
+    drafts = start + "".join(requests(context, LENGTH, step_ms=20 + context / 4000) for context in contexts)
+    records = records_of(plain)
+    assert [(r.mean_acceptance_length, round(r.context_len), r.plain) for r in records[::3]] == [
+        (1, 2000, True),
+        (1, 8000, True),
+    ]
+    assert records[3].step_ms == pytest.approx(11)
+    for text in (plain + drafts, drafts + plain):
+        found = diagnosed(text)
+        assert [cell["relative_step_cost"] for cell in found.baseline] == [pytest.approx(2, rel=0.02)] * 2
+    # A request without a draft line where drafts are on, or whose lines were cut, is not called plain.
+    assert [r.plain for r in records_of(requests(2000, LENGTH) + requests(2000))] == [False]
+    assert not records_of("adding speculative implementation 'draft-mtp'\n" + requests(2000))

@@ -39,11 +39,8 @@ class Reader:
     def _start(self, server: Server) -> None:
         self.server, self._blocks, self._graphs, self._source = server, clients.Blocks(), set[bool](), ""
         self._sources = dict[str, bool]()  # who printed figures; whether one came back after another
-        self._logs: dict[str, Any] = {
-            "sglang": sglang.Log(server),
-            "vllm": vllm.Log(server),
-            "llamacpp": llamacpp.Log(),
-        }
+        self._logs: dict[str, Any]
+        self._logs = {"sglang": sglang.Log(server), "vllm": vllm.Log(server), "llamacpp": llamacpp.Log(server)}
 
     def read(self, path: str | Path, server: Server | None = None, sampled: bool = False) -> Iterator[Record]:
         """Records of one file. ``server``: facts that hold for several files of one server; ``sampled``: of a long log
@@ -125,7 +122,8 @@ class Reader:
                 yield from self._logs_end()
                 self.server.restart()
                 self._graphs = set()
-                self._logs |= {"sglang": sglang.Log(self.server), "vllm": vllm.Log(self.server)}
+                for log in self._logs.values():
+                    log.__init__(self.server)
             content = load_json(text.removeprefix("data: ")) if text.startswith(_JSON) and may_match(text) else None
             if content is not None:
                 yield from self._of_json(content, f"{name}:{line}")
@@ -135,6 +133,7 @@ class Reader:
     def _logs_end(self) -> Iterator[Record]:
         yield from self._logs["sglang"].ready(at_end=True)
         yield from self._logs["vllm"].ready()
+        yield from self._logs["llamacpp"].ready()
 
     def _at_end(self) -> Iterator[Record]:
         yield from self._logs_end()
