@@ -14,9 +14,10 @@ import numpy as np
 import pandas as pd
 
 from labkit.decide.intervals import generator, percentile_interval, resampled_weights, student_spread
+from labkit.engines.advice import backend_flag
 from labkit.engines.baseline import against_plain
 from labkit.engines.record import Record
-from labkit.engines.roles import ROLES, Role, backend_flag, gpu_row, kernel, resolve_roles, rows_of, speculative_tokens
+from labkit.engines.roles import ROLES, Role, gpu_row, kernel, resolve_roles, rows_of, speculative_tokens
 from labkit.engines.server import Server
 from labkit.engines.slope import MIN_WINDOWS, Interval, step_plane
 from labkit.engines.tables import read_table
