@@ -926,3 +926,40 @@ def test_stored_attention_runs_are_diagnosed(capsys):
     assert main(["diagnose", str(RUNS / "attention")]) == 1
     assert "triton_nosplit: no KV split (measured): slope" in capsys.readouterr().out
     assert main(["diagnose", str(RUNS / "loop")]) == 2
+
+
+def test_tensor_parallelism_that_is_not_told_is_not_taken_for_1():
+    cheap = log(ms_per_1k=0.08).partition("\n")[2]  # 1.2 reads of one GPU, 4.7 of four
+    found = diagnosed(cheap, model="llama-3.3-70b")
+    assert found.slope_over_floor is None
+    assert "undecided" in found.cause
+    assert any("of n GPUs it is n times as many" in text for text in found.unknown)
+    steep = diagnosed(log(ms_per_1k=1.0).partition("\n")[2], model="llama-3.3-70b")
+    assert steep.cause.startswith("verify cost")
+    assert any("tensor parallelism" in text for text in steep.unknown)
+    assert not any("tensor parallelism" in text for text in diagnosed(log(ms_per_1k=1.0)).unknown)
+
+
+def test_warnings_that_differ_in_figures_only_are_one():
+    found = diagnosed(log(ms_per_1k=0.08, length=lambda context: 1.02))
+    pinned = [text for text in found.warnings if "pinned" in text]
+    assert len(pinned) == 1
+    assert re.match(r"\d+ x such as: pinned acceptance: length 1\.0\d", pinned[0])
+
+
+def test_a_log_with_prefill_in_every_window_is_told_so():
+    prefill = "[2026-06-03 10:00:00] Prefill batch, #new-seq: 1, #new-token: 512, #cached-token: 0, token usage: 0.02, "
+    lines = log(ms_per_1k=1.0).splitlines()
+    text = "\n".join(
+        line + (f"\n{prefill}#running-req: 1, #queue-req: 0, " if "accept" in line else "") for line in lines
+    )
+    found = diagnosed(
+        text.replace("Device: NVIDIA H200", f"Device: NVIDIA H200\n{prefill}#running-req: 1, #queue-req: 0, ")
+    )
+    assert "prefill ran in 240 of 240 windows" in found.cause
+
+
+def test_recipes_say_that_random_tokens_tell_no_lengths():
+    made, _ = parse_launch(LAUNCH.format(3, 1, 4), "0.5.21")
+    assert "random" in recipe("k-sweep", made, None)[1]
+    assert not [text for text in recipe("all-reject", made, None) if "tokens are random" in text]

@@ -4,6 +4,8 @@ Letters in this package: S verify steps, S1 those with a draft, A accepted and D
 """
 
 import copy
+import re
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,6 +113,16 @@ class Record:
         accepted = self.num_accepted_tokens or 0
         if self.num_drafted_steps is None and above > 0 and accepted * 0.005 / above**2 < 0.5:
             self.num_drafted_steps = round(accepted / above)
+
+
+def counted(warnings: Counter[str], limit: int) -> list[str]:
+    """The most frequent warnings with their number; those that differ in figures only are one."""
+    alike: dict[str, Counter[str]] = {}
+    for text, times in warnings.items():
+        alike.setdefault(re.sub(r"\d+(\.\d+)?", "", text), Counter())[text] += times
+    most = sorted(alike.values(), key=lambda texts: -texts.total())[:limit]
+    shown = [(texts.total(), "such as: " * (len(texts) > 1) + texts.most_common(1)[0][0]) for texts in most]
+    return [f"{times} x {text}" if times > 1 else text for times, text in shown]
 
 
 def difference(before: Record, after: Record) -> Record | None:

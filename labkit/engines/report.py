@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from labkit.engines.diagnose import Diagnosis
-from labkit.engines.record import Record
+from labkit.engines.record import Record, counted
 from labkit.engines.roles import gpu_row
 from labkit.engines.slope import Interval
 from labkit.engines.tables import number
@@ -27,7 +27,7 @@ def summary(records: Iterable[Record], limit: int = 20) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     more = [f"... {count - limit} more records; --json or --out has all of them"] if count > limit else []
-    return "\n".join(lines + more + [f"{times} x {text}" for text, times in warnings.most_common(30)])
+    return "\n".join(lines + more + counted(warnings, 30))
 
 
 def _trace_lines(trace: dict[str, Any]) -> list[str]:
