@@ -110,8 +110,8 @@ def diagnose(
 
 
 def _frame(records: list[Record]) -> pd.DataFrame:
-    names = [*("mean_acceptance_length", "context_len", "batch_size", "step_ms", "output_tokens_per_s", "cuda_graph")]
-    names.append("prefill_mixed")
+    names = ["mean_acceptance_length", "context_len", "batch_size", "step_ms", "output_tokens_per_s"]
+    names += ["cuda_graph", "prefill_mixed"]
     windows = pd.DataFrame([[getattr(r, name) for name in names] for r in records], columns=names)
     # Windows of SGLang hold equal numbers of steps, so a request weighs as much as another.
     return windows.assign(weight=[float(record.steps or record.batch_size or 1) for record in records])
@@ -225,8 +225,8 @@ def _cost(found: Diagnosis, timed: pd.DataFrame, shape: ModelShape | None, kv_dt
         found.unknown.append(f"floor of the step time: {ratio[0]:.2f} reads of the KV cache are below one; {text}")
     elif ratio[2] >= 0:  # else the slope is impossible
         if num_gpus is None:
-            text = "no start of the server is in the log; of n GPUs it is n times as many"
-            found.unknown.append(f"tensor parallelism: {ratio[0]:.1f} reads of the KV cache are of one GPU; {text}")
+            text = f"{ratio[0]:.1f} reads if one GPU holds the cache, of n GPUs it is n times as many"
+            found.unknown.append(f"tensor parallelism, the start of the server is not in the log: {text}")
         found.slope_over_floor = ratio if num_gpus or ratio[1] > STEEP else None  # more GPUs only make it steeper
 
 
@@ -266,15 +266,10 @@ def _judge(found: Diagnosis, windows: pd.DataFrame, k: int | None, is_plain: boo
     cost = f"the step pays {ratio[0]:.1f}x one read of the KV cache" if ratio else cost
     cost = "the slope of its steps is impossible, below 0" if holds["impossible_slope"] else cost
     words = {"length": length, "ceiling": k and k + 1, "ratio": ratio[0] if ratio else None, "cost": cost}
-    words |= {
-        "mixed": mixed,
-        "eager": eager.sum(),
-        "windows": len(windows),
-        "costs": " to ".join(f"{cost:.1f}" for cost in ends),
-    }
+    words |= {"eager": eager.sum(), "windows": len(windows), "costs": " to ".join(f"{cost:.1f}" for cost in ends)}
     told = windows["cuda_graph"].notna().any()
     words["graphs"] = f"{eager.sum()} of {len(windows)} windows ran eager" if told else "no word of CUDA graphs"
-    words["measure"] = "" if cells else "the plain step (--recipe all-reject) and "
+    words["mixed"], words["measure"] = mixed, "" if cells else "the plain step (--recipe all-reject) and "
     _conclude(found, holds, words)
     if holds["below_one"]:  # step times are derived from lengths
         found.acceptance, found.baseline = "unknown", []

@@ -37,10 +37,13 @@ class Reader:
         self._start(Server())
 
     def _start(self, server: Server) -> None:
-        self.server, self._blocks, self._graphs, self._source = server, clients.Blocks(), set[bool](), ""
-        self._sources = dict[str, bool]()  # who printed figures; whether one came back after another
-        self._logs: dict[str, Any]
-        self._logs = {"sglang": sglang.Log(server), "vllm": vllm.Log(server), "llamacpp": llamacpp.Log(server)}
+        self._blocks, self._source = clients.Blocks(), ""
+        self._sources = dict[str, bool]()  # who printed figures; whether it came back after another, so ran beside it
+        self._launch(server)
+
+    def _launch(self, server: Server) -> None:
+        self.server, self._graphs, self._logs = server, set[bool](), dict[str, Any]()
+        self._logs |= {"sglang": sglang.Log(server), "vllm": vllm.Log(server), "llamacpp": llamacpp.Log(server)}
 
     def read(self, path: str | Path, server: Server | None = None, sampled: bool = False) -> Iterator[Record]:
         """Records of one file. ``server``: facts that hold for several files of one server; ``sampled``: of a long log
@@ -121,9 +124,7 @@ class Reader:
             if self.server.served and begins_server(text):  # a restart in the same log
                 yield from self._logs_end()
                 self.server.restart()
-                self._graphs = set()
-                for log in self._logs.values():
-                    log.__init__(self.server)
+                self._launch(self.server)
             content = load_json(text.removeprefix("data: ")) if text.startswith(_JSON) and may_match(text) else None
             if content is not None:
                 yield from self._of_json(content, f"{name}:{line}")
@@ -144,8 +145,9 @@ class Reader:
         for item in self._lines:
             if item.has in text and (match := item.pattern.search(text)):
                 if item.scope in ("window", "request"):
-                    self.server.served = True
-                    self._from(printed_by(text))
+                    self.server.served, source = True, printed_by(text)
+                    if source and source != self._source:
+                        self._sources[source], self._source = source in self._sources, source
                 values = match.groupdict() if item.read == "regex" else pairs(text[match.end() :])
                 return getattr(self._logs[item.engine], item.then)(item.record(values, f"{name}:{line}"), values, text)
         if text.startswith(_SAMPLES) and SAMPLE.match(text):
@@ -155,11 +157,6 @@ class Reader:
         if self._blocks.start or any(mark in text for mark in self._block_marks):
             return self._blocks.feed(text, f"{name}:{line}")
         return []
-
-    def _from(self, name: str) -> None:
-        """Note who printed a line of figures. One that comes back after another ran beside it, not before it."""
-        if name and name != self._source:
-            self._sources[name], self._source = name in self._sources, name
 
     def _of_json(self, content: Any, place: str) -> Iterator[Record]:
         """Records of every known object inside a JSON value; the outermost object that matches wins."""

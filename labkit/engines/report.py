@@ -66,12 +66,10 @@ def render(found: Diagnosis) -> str:
         lines += [f"  you pay {shown(found.slope_over_floor, '.1f')} {read}"]
     lines += ["against plain windows of the same batch and octave of context:"] if found.baseline else []
     for cell in found.baseline:
-        where = (
-            f"  batch {cell['batch_size']:g}, context {cell['context_len']:.0f}, plain {cell['plain_context_len']:.0f}"
-        )
-        step = (
-            f"step {cell['step_ms']:.1f} ms, {cell['relative_step_cost']:.2f} plain ones of {cell['decode_ms']:.1f} ms"
-        )
+        context, plain = f"context {cell['context_len']:.0f}", f"plain {cell['plain_context_len']:.0f}"
+        where = f"  batch {cell['batch_size']:g}, {context}, {plain}"
+        cost = f"{cell['relative_step_cost']:.2f} plain ones of {cell['decode_ms']:.1f} ms"
+        step = f"step {cell['step_ms']:.1f} ms, {cost}"
         speed = f"length {cell['mean_acceptance_length']:.2f}, speed-up {shown(cell['speedup'], '.2f')}"
         lines.append(f"{where}: {step}, {speed}, {cell['verdict']}")
     lines += [f"{name}: {role.backend}, {role.how}" for name, role in found.roles.items()]

@@ -175,11 +175,8 @@ def request(record: Record, node: Mapping[str, Any]) -> None:
     """A per-request block; an earlier preview had a map with text keys for its histogram."""
     histogram = node.get("acceptance_histogram")
     if isinstance(histogram, dict):
-        size = max(
-            (int(key) for key in histogram if str(key).isdecimal() and len(str(key)) < 5 and int(key) < 1024),
-            default=-1,
-        )
-        histogram = [number(histogram.get(str(i))) or 0 for i in range(size + 1)]
+        keys = [int(key) for key in histogram if str(key).isdecimal() and len(str(key)) < 5 and int(key) < 1024]
+        histogram = [number(histogram.get(str(i))) or 0 for i in range(max(keys, default=-1) + 1)]
     if numbers(histogram):
         from_histogram(record, numbers(histogram))
 
