@@ -14,8 +14,8 @@ import numpy as np
 import pandas as pd
 
 from labkit.decide.intervals import generator, percentile_interval, resampled_weights, student_spread
-from labkit.engines.advice import backend_flag
 from labkit.engines.baseline import against_plain
+from labkit.engines.recipes import backend_flag
 from labkit.engines.record import Record, counted
 from labkit.engines.roles import ROLES, Role, gpu_row, kernel, resolve_roles, rows_of, speculative_tokens
 from labkit.engines.server import Server
@@ -200,7 +200,6 @@ def _acceptance(found: Diagnosis, windows: pd.DataFrame, k: float | None) -> Non
 
 
 def _cost(found: Diagnosis, timed: pd.DataFrame, shape: ModelShape | None, kv_dtype: str, num_gpus: int | None) -> None:
-    """Slope, intercept and floor. num_gpus: that share the KV heads out, None where no argument tells."""
     if timed.empty:
         text = "no steady window (no prefill, idle time or other batch in it) has batch, context and throughput"
         found.unknown.append(f"step time by context: {text}")
@@ -217,7 +216,7 @@ def _cost(found: Diagnosis, timed: pd.DataFrame, shape: ModelShape | None, kv_dt
         found.unknown.append(f"floor of the step time: {missing}")
         return
     per_token = shape.kv_bytes_per_token("float8_e4m3fn" if "fp8" in kv_dtype or "float8" in kv_dtype else "bfloat16")
-    # Tensor parallelism shares the KV heads out, at most one per GPU.
+    # Tensor parallelism shares the KV heads out, at most one per GPU; None: it was not told.
     floor = per_token / min(num_gpus or 1, shape.num_kv_heads) * 1024 / float(peak["memory_gb_per_s"]) / 1e6
     ratio = (fits[0][0] / floor, fits[0][1] / floor, fits[0][2] / floor)
     if 0 <= ratio[2] < FASTEST:

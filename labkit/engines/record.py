@@ -120,9 +120,8 @@ def counted(warnings: Counter[str], limit: int) -> list[str]:
     alike: dict[str, Counter[str]] = {}
     for text, times in warnings.items():
         alike.setdefault(re.sub(r"\d+(\.\d+)?", "", text), Counter())[text] += times
-    most = sorted(alike.values(), key=lambda texts: -texts.total())[:limit]
-    shown = [(texts.total(), "such as: " * (len(texts) > 1) + texts.most_common(1)[0][0]) for texts in most]
-    return [f"{times} x {text}" if times > 1 else text for times, text in shown]
+    most = sorted(((texts.total(), texts) for texts in alike.values()), key=lambda item: -item[0])[:limit]
+    return [f"{n} x " * (n > 1) + "such as: " * (len(t) > 1) + t.most_common(1)[0][0] for n, t in most]
 
 
 def difference(before: Record, after: Record) -> Record | None:

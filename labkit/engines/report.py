@@ -66,10 +66,8 @@ def render(found: Diagnosis) -> str:
         lines += [f"  you pay {shown(found.slope_over_floor, '.1f')} {read}"]
     lines += ["against plain windows of the same batch and octave of context:"] if found.baseline else []
     for cell in found.baseline:
-        context, plain = f"context {cell['context_len']:.0f}", f"plain {cell['plain_context_len']:.0f}"
-        where = f"  batch {cell['batch_size']:g}, {context}, {plain}"
-        cost = f"{cell['relative_step_cost']:.2f} plain ones of {cell['decode_ms']:.1f} ms"
-        step = f"step {cell['step_ms']:.1f} ms, {cost}"
+        where = "  batch {batch_size:g}, context {context_len:.0f}, plain {plain_context_len:.0f}".format(**cell)
+        step = "step {step_ms:.1f} ms, {relative_step_cost:.2f} plain ones of {decode_ms:.1f} ms".format(**cell)
         speed = f"length {cell['mean_acceptance_length']:.2f}, speed-up {shown(cell['speedup'], '.2f')}"
         lines.append(f"{where}: {step}, {speed}, {cell['verdict']}")
     lines += [f"{name}: {role.backend}, {role.how}" for name, role in found.roles.items()]

@@ -22,6 +22,7 @@ _CHOICES = {"speculative_algorithm": "algorithm", "method": "algorithm", "spec_m
 _CHOICES |= {"spec_type": "algorithm", "rejection_sample_method": "rejection"}
 PLACEHOLDERS = ("ALGORITHM", "TYPE", "METHOD")  # for what neither log nor arguments tell, in recipes
 _NO_MODEL = ("NGRAM", "ngram", "suffix")  # drafts without a model, so without attention
+_NO_EXTEND = (*_BLOCKS, *_NO_MODEL)
 _MLA = re.compile(r"deepseek-?(v[23]|r1(?!-distill))|kimi-k", re.I)  # one latent KV head: other backends
 _BOARDS = {"pcie", "nvl", "40gb"}
 SGLANG_LIMIT = 48  # of running requests, by any speculative algorithm where none is given
@@ -100,8 +101,7 @@ def resolve_roles(server: Server, gpu: str | None = None) -> dict[str, Role]:
             every = rows_of(server.engine, "role", None, role=role)
             rows = every if {row["inherits"] for row in every} == {"default"} else []
         used = not role.startswith("linear") or any("linear" in name for name in (*server.args, *server.named))
-        used = used and not (role.startswith("draft") and _NO_MODEL.count(_algorithm(server)))
-        used = used and not (role == "draft_extend" and _algorithm(server) in _BLOCKS)
+        used = used and _algorithm(server) not in {"draft": _NO_MODEL, "draft_extend": _NO_EXTEND}.get(role, ())
         if role in server.named:
             found[role] = Role(server.named[role], "named by the log")
         elif used and rows:

@@ -12,7 +12,7 @@ from labkit.engines.tables import from_histogram, number, numbers
 
 _TIME = re.compile(r"\b(\d\d-\d\d \d\d:\d\d:\d\d)\b")
 _ENGINE = re.compile(r"Engine (\d+):")
-_Name = tuple[str, str]
+_Name = tuple[str, str]  # who printed the line, engine
 _LENGTH = 0.006  # two printed decimals
 
 
@@ -21,8 +21,7 @@ class Log:
 
     def __init__(self, server: Server) -> None:
         self.server, self.drafted = server, False  # whether a speculative line came
-        # The last throughput line of each server and engine, if it is of no window yet.
-        self.companions: dict[_Name, Record] = {}
+        self.companions: dict[_Name, Record] = {}  # the last throughput lines that are of no window yet
         self.running: dict[_Name, float] = {}
         self.totals: Record | None = None
         self.kv_tokens: float | None = None
@@ -93,8 +92,7 @@ class Log:
 
     def _join(self, record: Record, text: str) -> Record:
         record.time, self.drafted, mine = _time(text), True, printed_by(text)
-        names = [name for name in self.companions if name[0] == mine or "" in (mine, name[0])]
-        lines = {name: self.companions.pop(name) for name in names}
+        lines = {n: self.companions.pop(n) for n in [*self.companions] if n[0] == mine or "" in (mine, n[0])}
         if lines:
             self._load(record, lines)
             self._zero_draft_steps(record)
@@ -139,12 +137,9 @@ def settle_v1(record: Record, printed: float | None) -> None:
     if printed is None:  # a line that was cut would end with the length: later versions print it first
         record.warn("no acceptance length and no steps in the line (vLLM 0.8): only the rate is known")
         return
-    fits = {
-        (k, drafted // k, bonus)
-        for k in ([len(rates)] if rates else range(1, 65))
-        for bonus in (False, True)
-        if drafted and drafted % k == 0 and abs(accepted / (drafted // k) + bonus - printed) < _LENGTH
-    }
+    steps_of = {k: drafted // k for k in ([len(rates)] if rates else range(1, 65)) if drafted and drafted % k == 0}
+    lengths = {(k, s, bonus): accepted / s + bonus for k, s in steps_of.items() for bonus in (False, True)}
+    fits = {key for key, length in lengths.items() if abs(length - printed) < _LENGTH}
     bonuses = {bonus for _, _, bonus in fits}
     if rates:
         slack, total = _LENGTH + 0.0006 * len(rates), sum(rates)
