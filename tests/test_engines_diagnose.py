@@ -573,13 +573,13 @@ LAUNCH += "--speculative-num-draft-tokens {}"
             "sglang serve --model-path m --speculative-algorithm DFLASH --speculative-dflash-block-size 8 "
             "--speculative-num-draft-tokens 16",
             "0.5.23",
-            ["--speculative-dflash-block-size 8: with it --speculative-num-draft-tokens must be 8, not 16"],
+            ["--speculative-dflash-block-size 8: num-draft-tokens must be 8, not 16"],
         ),
         (
             "sglang serve --model-path m --speculative-algorithm DSPARK --speculative-dspark-block-size 7 "
             "--speculative-num-draft-tokens 7",
             "0.5.23",
-            ["--speculative-dspark-block-size 7: with it --speculative-num-draft-tokens must be 8, not 7"],
+            ["--speculative-dspark-block-size 7: num-draft-tokens must be 8, not 7"],
         ),
         (
             "vllm serve m --attention-backend FLASH_ATTN --attention-config.backend TRITON_ATTN",

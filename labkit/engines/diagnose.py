@@ -233,8 +233,8 @@ def _judge(found: Diagnosis, windows: pd.DataFrame, k: int | None, is_plain: boo
     """The first rule of ``diagnosis_rules.csv`` that holds; what is not known stays named."""
     ratio, slope, eager = found.slope_over_floor, found.slope_ms_per_1k, windows["cuda_graph"].eq(False)
     length = float(np.average(windows["mean_acceptance_length"], weights=windows["weight"])) if len(windows) else 0.0
-    mixed = int(windows["prefill_mixed"].eq(True).sum())
     batch, many = windows["batch_size"].astype(float), eager.sum() > 0.2 * len(windows)
+    mixed = windows["prefill_mixed"].eq(True)
     cells = [cell for cell in found.baseline if cell["batch_size"] == found.batch_size] or found.baseline[:1]
     ends = [cells[i]["relative_step_cost"] for i in (0, -1)] if cells else []
     grows = bool(ends) and ends[1] > GROWS * ends[0] and cells[-1]["speedup"][2] < cells[0]["speedup"][1]
@@ -258,17 +258,17 @@ def _judge(found: Diagnosis, windows: pd.DataFrame, k: int | None, is_plain: boo
         "between": ratio is not None,
         "no_floor": slope is not None,
         "no_context": windows["context_len"].isna().all(),
-        "prefill_mixed": windows["step_ms"].isna().all() and mixed > 0,
+        "prefill_mixed": windows["step_ms"].isna().all() and mixed.any(),
         "no_slope": True,
     }
     cost = "how the step grows is unknown" if slope is None else f"the step grows by {slope[0]:.3f} ms per 1,024 tokens"
     cost = f"the step pays {ratio[0]:.1f}x one read of the KV cache" if ratio else cost
     cost = "the slope of its steps is impossible, below 0" if holds["impossible_slope"] else cost
-    words = {"length": length, "ceiling": k and k + 1, "ratio": ratio[0] if ratio else None, "cost": cost}
-    words |= {"eager": eager.sum(), "windows": len(windows), "costs": " to ".join(f"{cost:.1f}" for cost in ends)}
+    words = {"length": length, "ceiling": k and k + 1, "ratio": ratio and ratio[0], "cost": cost, "eager": eager.sum()}
+    words |= {"mixed": mixed.sum(), "windows": len(windows), "costs": " to ".join(f"{cost:.1f}" for cost in ends)}
     told = windows["cuda_graph"].notna().any()
     words["graphs"] = f"{eager.sum()} of {len(windows)} windows ran eager" if told else "no word of CUDA graphs"
-    words["mixed"], words["measure"] = mixed, "" if cells else "the plain step (--recipe all-reject) and "
+    words["measure"] = "" if cells else "the plain step (--recipe all-reject) and "
     _conclude(found, holds, words)
     if holds["below_one"]:  # step times are derived from lengths
         found.acceptance, found.baseline = "unknown", []

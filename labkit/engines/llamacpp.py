@@ -27,8 +27,8 @@ class Log:
         """A prompt or eval line, kept for the draft line that follows; of a plain request there is none."""
         slot = _slot(text)
         done = self._plain(slot) if "prompt_tokens" in record.details else []  # a request begins
-        record.details = (self.slots[slot].details if slot in self.slots else {}) | record.details
-        self.slots[slot] = record
+        before, self.slots[slot] = self.slots.get(slot), record
+        record.details = (before.details if before else {}) | record.details
         return done
 
     def ready(self) -> list[Record]:

@@ -64,8 +64,7 @@ def recipe(name: str, server: Server | None, launch: str | None) -> list[str]:
         missing = "the YAML file with speculative_config" if server.engine == "trtllm" else "a drafter or an algorithm"
         raise InputError(f"recipe: both servers would be the same, no speculation in {given[:200]!r}; add {missing}")
     lines = [f"# {name}: start each server in turn and send the same requests twice; compare the second ones"]
-    if "random" in bench and name != "all-reject":
-        lines.append("# random tokens: times of a step are real, lengths are not; take those from your own text")
+    lines += ["# random tokens: step times hold, lengths do not"] * ("random" in bench and name != "all-reject")
     for row in rows:
         for value in row["values"].split() or [""]:
             own = tuple(word for word in row["command"].split() if word.startswith("--"))  # set anew by the recipe

@@ -22,7 +22,6 @@ _CHOICES = {"speculative_algorithm": "algorithm", "method": "algorithm", "spec_m
 _CHOICES |= {"spec_type": "algorithm", "rejection_sample_method": "rejection"}
 PLACEHOLDERS = ("ALGORITHM", "TYPE", "METHOD")  # for what neither log nor arguments tell, in recipes
 _NO_MODEL = ("NGRAM", "ngram", "suffix")  # drafts without a model, so without attention
-_NO_EXTEND = (*_BLOCKS, *_NO_MODEL)
 _MLA = re.compile(r"deepseek-?(v[23]|r1(?!-distill))|kimi-k", re.I)  # one latent KV head: other backends
 _BOARDS = {"pcie", "nvl", "40gb"}
 SGLANG_LIMIT = 48  # of running requests, by any speculative algorithm where none is given
@@ -101,7 +100,8 @@ def resolve_roles(server: Server, gpu: str | None = None) -> dict[str, Role]:
             every = rows_of(server.engine, "role", None, role=role)
             rows = every if {row["inherits"] for row in every} == {"default"} else []
         used = not role.startswith("linear") or any("linear" in name for name in (*server.args, *server.named))
-        used = used and _algorithm(server) not in {"draft": _NO_MODEL, "draft_extend": _NO_EXTEND}.get(role, ())
+        without = {"draft": _NO_MODEL, "draft_extend": _BLOCKS + _NO_MODEL}.get(role, ())
+        used = used and _algorithm(server) not in without
         if role in server.named:
             found[role] = Role(server.named[role], "named by the log")
         elif used and rows:
@@ -204,8 +204,7 @@ def launch_findings(server: Server, flags: list[str]) -> Iterator[str]:
     for name, root in (("dflash", 0), ("dspark", 1)):  # whether the root is added to the block
         block = server.number(f"speculative_{name}_block_size")
         if block and rows_given not in (None, block + root):
-            text = f"with it --speculative-num-draft-tokens must be {block + root}, not {rows_given}"
-            yield f"--speculative-{name}-block-size {block}: {text}"
+            yield f"--speculative-{name}-block-size {block}: num-draft-tokens must be {block + root}, not {rows_given}"
     if {"attention_backend", "attention_config.backend"} <= args.keys() and server.engine == "vllm":
         yield "--attention-backend and --attention-config.backend: both are set, which is an error"
 
