@@ -85,6 +85,13 @@ def test_verify_cost_is_found_with_its_size_and_flag():
     assert "unknown: cost of a plain step" in text
 
 
+def test_a_backend_that_splits_the_cache_is_not_replaced_blindly():
+    found = diagnosed(log(ms_per_1k=1.0, backend="fa3"))
+    assert found.cause.startswith("verify cost")
+    assert "--recipe backend-ab" in found.next_step
+    assert "fa3 verifies with a KV split" in found.next_step
+
+
 def test_falling_acceptance_is_not_called_verify_cost():
     falling = log(ms_per_1k=1.1 * FLOOR, length=lambda context: 3.4 - 0.25 * (context.bit_length() - 10))
     found = diagnosed(falling)
@@ -388,6 +395,9 @@ def server(engine="sglang", version="0.5.21", gpu=None, named=None, **args):
         (server(gpu="NVIDIA H200"), "decode", "fa3", "default of the table for NVIDIA H200"),
         (server(gpu="h200-sxm", speculative_eagle_topk=8), "verify", "flashinfer", "topk above 1"),
         (server(gpu="b200-hgx", speculative_eagle_topk=1), "verify", "trtllm_mha", "default of the table"),
+        # On SM100 an unset topk of a drafter is "not stated", which is no chain.
+        (server(gpu="b200-hgx", speculative_algorithm="EAGLE3"), "verify", "flashinfer", "default of the table"),
+        (server(gpu="b200-hgx"), "verify", "trtllm_mha", "default of the table"),
         (server(gpu="NVIDIA H200", version="0.5.6"), "decode", "unknown", "unknown for this version and GPU"),
         (server(named={"default": "fa3"}), "verify", "fa3", "named by the log"),
         (server(named={"decode": "fa3", "prefill": "flashinfer"}), "verify", "flashinfer", "named by the log"),
@@ -405,6 +415,12 @@ def test_roles(made, role, backend, how):
     found = resolve_roles(made)[role]
     assert found.backend == backend
     assert how in found.how
+
+
+def test_drafts_without_a_model_have_no_draft_role():
+    for made in (server(speculative_algorithm="NGRAM"), server("vllm", "0.33.0", method="ngram")):
+        assert not [role for role in resolve_roles(made) if role.startswith("draft")]
+    assert "draft_extend" not in resolve_roles(server(speculative_algorithm="DFLASH"))
 
 
 @pytest.mark.parametrize(
@@ -557,7 +573,24 @@ LAUNCH += "--speculative-num-draft-tokens {}"
             "sglang serve --model-path m --speculative-algorithm DFLASH --speculative-dflash-block-size 8 "
             "--speculative-num-draft-tokens 16",
             "0.5.23",
-            ["--speculative-dflash-block-size 8: must be --speculative-num-draft-tokens, 16"],
+            ["--speculative-dflash-block-size 8: num-draft-tokens must be 8, not 16"],
+        ),
+        (
+            "sglang serve --model-path m --speculative-algorithm DSPARK --speculative-dspark-block-size 7 "
+            "--speculative-num-draft-tokens 7",
+            "0.5.23",
+            ["--speculative-dspark-block-size 7: num-draft-tokens must be 8, not 7"],
+        ),
+        (
+            "vllm serve m --attention-backend FLASH_ATTN --attention-config.backend TRITON_ATTN",
+            "0.33.0",
+            ["--attention-backend and --attention-config.backend: both are set"],
+        ),
+        (
+            "vllm serve m --spec-method eagle3 --spec-model x --spec-tokens 3 --max-num-seqs 256 "
+            "--max-cudagraph-capture-size 512",
+            "0.33.0",
+            ["largest CUDA graph 512: below batch x q_len = 256 x 4"],
         ),
     ],
 )
@@ -580,6 +613,23 @@ def test_launch_notes_tell_the_ceiling(settings, ceiling):
     assert any("at most 8: 7 drafts" in text for text in launch_notes(*block))  # the root is not in it
     unset, flags = parse_launch("sglang serve --model-path m --speculative-algorithm NGRAM", "0.5.23")
     assert any("so the ceiling is unknown" in text for text in launch_notes(unset, flags))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"docker run -e SGLANG_SIMULATE_ACC_LEN=3 lmsysorg/sglang {LAUNCH.format(3, 1, 4)}",
+        "llama-server -m m.gguf --spec-type draft-mtp --spec-synth-len 2.5",
+        'vllm serve m --speculative-config \'{"rejection_sample_method": "synthetic", "num_speculative_tokens": 3}\'',
+    ],
+)
+def test_a_launch_line_that_imposes_acceptance_is_told(line):
+    assert any("acceptance is imposed" in text for text in launch_notes(*parse_launch(line, None)))
+
+
+def test_spec_tokens_of_vllm_are_the_ceiling():
+    made = parse_launch("vllm serve m --spec-method eagle3 --spec-model x --spec-tokens 3", "0.33.0")
+    assert any("at most 4: 3 drafts" in text for text in launch_notes(*made))
 
 
 @pytest.mark.parametrize(
@@ -876,3 +926,40 @@ def test_stored_attention_runs_are_diagnosed(capsys):
     assert main(["diagnose", str(RUNS / "attention")]) == 1
     assert "triton_nosplit: no KV split (measured): slope" in capsys.readouterr().out
     assert main(["diagnose", str(RUNS / "loop")]) == 2
+
+
+def test_tensor_parallelism_that_is_not_told_is_not_taken_for_1():
+    cheap = log(ms_per_1k=0.08).partition("\n")[2]  # 1.2 reads of one GPU, 4.7 of four
+    found = diagnosed(cheap, model="llama-3.3-70b")
+    assert found.slope_over_floor is None
+    assert "undecided" in found.cause
+    assert any("of n GPUs it is n times as many" in text for text in found.unknown)
+    steep = diagnosed(log(ms_per_1k=1.0).partition("\n")[2], model="llama-3.3-70b")
+    assert steep.cause.startswith("verify cost")
+    assert any("tensor parallelism" in text for text in steep.unknown)
+    assert not any("tensor parallelism" in text for text in diagnosed(log(ms_per_1k=1.0)).unknown)
+
+
+def test_warnings_that_differ_in_figures_only_are_one():
+    found = diagnosed(log(ms_per_1k=0.08, length=lambda context: 1.02))
+    pinned = [text for text in found.warnings if "pinned" in text]
+    assert len(pinned) == 1
+    assert re.match(r"\d+ x such as: pinned acceptance: length 1\.0\d", pinned[0])
+
+
+def test_a_log_with_prefill_in_every_window_is_told_so():
+    prefill = "[2026-06-03 10:00:00] Prefill batch, #new-seq: 1, #new-token: 512, #cached-token: 0, token usage: 0.02, "
+    lines = log(ms_per_1k=1.0).splitlines()
+    text = "\n".join(
+        line + (f"\n{prefill}#running-req: 1, #queue-req: 0, " if "accept" in line else "") for line in lines
+    )
+    found = diagnosed(
+        text.replace("Device: NVIDIA H200", f"Device: NVIDIA H200\n{prefill}#running-req: 1, #queue-req: 0, ")
+    )
+    assert "prefill ran in 240 of 240 windows" in found.cause
+
+
+def test_recipes_say_that_random_tokens_tell_no_lengths():
+    made, _ = parse_launch(LAUNCH.format(3, 1, 4), "0.5.21")
+    assert "# random tokens" in recipe("k-sweep", made, None)[1]
+    assert not [text for text in recipe("all-reject", made, None) if "# random tokens" in text]

@@ -951,3 +951,16 @@ def test_input_and_output_that_cannot_be_used(tmp_path, command, wanted):
     done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=False)
     assert (done.returncode, len(done.stderr.strip().splitlines())) == (2, 1), done.stderr
     assert wanted in done.stderr
+
+
+def test_a_console_of_one_stream_gives_its_step():
+    lines = "Maximum request concurrency:             1\nMean TPOT (ms):                          7.17\n"
+    (record,) = Reader().read_text(CONSOLE.replace("Output token", f"{lines}Output token"), "x")
+    assert (record.batch_size, record.step_ms) == (1, pytest.approx(2.8 * 7.17))
+    ranks = {
+        "attention_backend": "fa3",
+        "internal_states": [{}, {"avg_spec_accept_length": 2.9}, {"avg_spec_accept_length": 4}],
+    }
+    (record,) = Reader().read_text(json.dumps(ranks), "x")
+    assert record.mean_acceptance_length is None
+    assert any("2 of 3 ranks have a length, 2.90 to 4.00" in text for text in record.warnings)

@@ -1,10 +1,12 @@
 """Windows of plain decode: a vLLM server without drafts, and plain windows as the baseline of speculative ones."""
 
+import json
 import random
 import re
 
 import pytest
 
+from labkit.cli import main
 from labkit.engines.importing import Reader
 from labkit.engines.report import render
 from tests.test_engines_diagnose import diagnosed, log
@@ -174,3 +176,54 @@ def test_plain_windows_of_sglang_are_a_baseline_too():
 
 def one(context):
     return 1.0
+
+
+@pytest.mark.parametrize("prefix", ["vllm-{}-1  | ", "[pod/vllm-{}/server] ", "Jun 03 10:00:00 host-{} docker[7]: "])
+def test_servers_whose_lines_alternate_are_not_mixed(tmp_path, capsys, prefix):
+    both = []
+    for pair in zip(*(windows("s", verify_ms=steep, seed=seed).splitlines() for seed in (1, 2)), strict=True):
+        both += [prefix.format(name) + line for name, line in zip("ab", pair, strict=True)]
+    (tmp_path / "both.log").write_text("\n".join(both))
+    assert main(["diagnose", str(tmp_path / "both.log")]) == 2
+    assert re.fullmatch(
+        r"labkit diagnose: \S+both.log: lines of 2 servers alternate \(.+\); .+\n", capsys.readouterr().err
+    )
+    assert main(["import", str(tmp_path / "both.log"), "--json"]) == 0
+    output = capsys.readouterr()
+    assert "lines of 2 servers alternate" in output.err
+    records = [record for record in json.loads(output.out) if record["output_tokens_per_s"]]
+    assert [bool(record["num_drafted_steps"]) for record in records] == 14 * [True]
+    one_after_the_other = sorted(both, key=lambda line: prefix.format("b") in line)
+    (tmp_path / "both.log").write_text("\n".join(one_after_the_other))
+    assert main(["diagnose", str(tmp_path / "both.log")]) == 0
+
+
+def requests(context, length=None, steps=200, step_ms=20.0):
+    """One request of llama-server; ``length``: with the line of its drafts."""
+    accepted = round(steps * (length - 1)) if length else 0
+    output = steps + accepted + 1
+    draft = f"draft acceptance rate = 0.5 ({accepted} accepted / {3 * steps} generated)"
+    return (
+        f"slot print_timing: id  0 | task 7 |\nprompt eval time = 400.00 ms / {context - output // 2} tokens\n"
+        f"       eval time = {steps * step_ms:.2f} ms / {output} tokens\n      total time = 9 ms / 9 tokens\n"
+        + (f"slot print_timing: id  0 | task 7 | {draft}\n" if length else "")
+    )
+
+
+def test_plain_requests_of_llamacpp_are_a_baseline():
+    contexts = (2000, 2010, 2020, 8000, 8010, 8020)
+    start = "build: 9100 (abc) with gcc\n"
+    plain = start + "".join(requests(context, step_ms=10 + context / 8000) for context in contexts)
+    drafts = start + "".join(requests(context, LENGTH, step_ms=20 + context / 4000) for context in contexts)
+    records = records_of(plain)
+    assert [(r.mean_acceptance_length, round(r.context_len), r.plain) for r in records[::3]] == [
+        (1, 2000, True),
+        (1, 8000, True),
+    ]
+    assert records[3].step_ms == pytest.approx(11)
+    for text in (plain + drafts, drafts + plain):
+        found = diagnosed(text)
+        assert [cell["relative_step_cost"] for cell in found.baseline] == [pytest.approx(2, rel=0.02)] * 2
+    # A request without a draft line where drafts are on, or whose lines were cut, is not called plain.
+    assert [r.plain for r in records_of(requests(2000, LENGTH) + requests(2000))] == [False]
+    assert not records_of("adding speculative implementation 'draft-mtp'\n" + requests(2000))

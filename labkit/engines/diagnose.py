@@ -15,8 +15,9 @@ import pandas as pd
 
 from labkit.decide.intervals import generator, percentile_interval, resampled_weights, student_spread
 from labkit.engines.baseline import against_plain
-from labkit.engines.record import Record
-from labkit.engines.roles import ROLES, Role, backend_flag, gpu_row, kernel, resolve_roles, rows_of, speculative_tokens
+from labkit.engines.recipes import backend_flag
+from labkit.engines.record import Record, counted
+from labkit.engines.roles import ROLES, Role, gpu_row, kernel, resolve_roles, rows_of, speculative_tokens
 from labkit.engines.server import Server
 from labkit.engines.slope import MIN_WINDOWS, Interval, step_plane
 from labkit.engines.tables import read_table
@@ -83,7 +84,7 @@ def diagnose(
     found = Diagnosis(server.engine, server.version, model or server.model, gpu or server.gpu)
     used = ("decode", "prefill") if is_plain else ROLES
     found.roles = {name: role for name, role in resolve_roles(server, found.gpu).items() if name in used}
-    found.warnings = about.notes + [f"{n} x {text}" if n > 1 else text for text, n in group.warnings.most_common(10)]
+    found.warnings = about.notes + counted(group.warnings, 10)
     if group.total and not kept:
         kept, count = group.total, 1
         found.unknown.append("windows: there is one value only, since the start of the server")
@@ -97,7 +98,8 @@ def diagnose(
         timed = windows.dropna(subset=["step_ms", "context_len", "batch_size"])
         found.batch_size = None if timed.empty else float(timed["batch_size"].mode()[0])
         _acceptance(found, windows, None if is_plain else k or math.inf)
-        num_gpus = server.number("tp_size", "tensor_parallel_size", "tp") or 1
+        num_gpus = server.number("tp_size", "tensor_parallel_size", "tp")
+        num_gpus = num_gpus or (1 if server.changes or server.engine == "llamacpp" else None)
         _cost(found, timed, shape, kv_dtype or server.args.get("kv_cache_dtype", ""), num_gpus)
         found.baseline = against_plain(windows, plain)
     if len(plain) and not found.baseline:
@@ -108,7 +110,8 @@ def diagnose(
 
 
 def _frame(records: list[Record]) -> pd.DataFrame:
-    names = [*("mean_acceptance_length", "context_len", "batch_size", "step_ms", "output_tokens_per_s", "cuda_graph")]
+    names = ["mean_acceptance_length", "context_len", "batch_size", "step_ms", "output_tokens_per_s"]
+    names += ["cuda_graph", "prefill_mixed"]
     windows = pd.DataFrame([[getattr(r, name) for name in names] for r in records], columns=names)
     # Windows of SGLang hold equal numbers of steps, so a request weighs as much as another.
     return windows.assign(weight=[float(record.steps or record.batch_size or 1) for record in records])
@@ -196,7 +199,7 @@ def _acceptance(found: Diagnosis, windows: pd.DataFrame, k: float | None) -> Non
         found.unknown.append(f"whether acceptance depends on context; {text}")
 
 
-def _cost(found: Diagnosis, timed: pd.DataFrame, shape: ModelShape | None, kv_dtype: str, num_gpus: int) -> None:
+def _cost(found: Diagnosis, timed: pd.DataFrame, shape: ModelShape | None, kv_dtype: str, num_gpus: int | None) -> None:
     if timed.empty:
         text = "no steady window (no prefill, idle time or other batch in it) has batch, context and throughput"
         found.unknown.append(f"step time by context: {text}")
@@ -213,14 +216,17 @@ def _cost(found: Diagnosis, timed: pd.DataFrame, shape: ModelShape | None, kv_dt
         found.unknown.append(f"floor of the step time: {missing}")
         return
     per_token = shape.kv_bytes_per_token("float8_e4m3fn" if "fp8" in kv_dtype or "float8" in kv_dtype else "bfloat16")
-    # Tensor parallelism shares the KV heads out, at most one per GPU.
-    floor = per_token / min(num_gpus, shape.num_kv_heads) * 1024 / float(peak["memory_gb_per_s"]) / 1e6
+    # Tensor parallelism shares the KV heads out, at most one per GPU; None: it was not told.
+    floor = per_token / min(num_gpus or 1, shape.num_kv_heads) * 1024 / float(peak["memory_gb_per_s"]) / 1e6
     ratio = (fits[0][0] / floor, fits[0][1] / floor, fits[0][2] / floor)
     if 0 <= ratio[2] < FASTEST:
         text = "what was assumed is wrong: shape, KV type (--kv-dtype), sliding window, GPU or tensor parallelism"
         found.unknown.append(f"floor of the step time: {ratio[0]:.2f} reads of the KV cache are below one; {text}")
     elif ratio[2] >= 0:  # else the slope is impossible
-        found.slope_over_floor = ratio
+        if num_gpus is None:
+            text = f"{ratio[0]:.1f} reads if one GPU holds the cache, of n GPUs it is n times as many"
+            found.unknown.append(f"tensor parallelism, the start of the server is not in the log: {text}")
+        found.slope_over_floor = ratio if num_gpus or ratio[1] > STEEP else None  # more GPUs only make it steeper
 
 
 def _judge(found: Diagnosis, windows: pd.DataFrame, k: int | None, is_plain: bool) -> None:
@@ -228,6 +234,7 @@ def _judge(found: Diagnosis, windows: pd.DataFrame, k: int | None, is_plain: boo
     ratio, slope, eager = found.slope_over_floor, found.slope_ms_per_1k, windows["cuda_graph"].eq(False)
     length = float(np.average(windows["mean_acceptance_length"], weights=windows["weight"])) if len(windows) else 0.0
     batch, many = windows["batch_size"].astype(float), eager.sum() > 0.2 * len(windows)
+    mixed = windows["prefill_mixed"].eq(True)
     cells = [cell for cell in found.baseline if cell["batch_size"] == found.batch_size] or found.baseline[:1]
     ends = [cells[i]["relative_step_cost"] for i in (0, -1)] if cells else []
     grows = bool(ends) and ends[1] > GROWS * ends[0] and cells[-1]["speedup"][2] < cells[0]["speedup"][1]
@@ -251,13 +258,14 @@ def _judge(found: Diagnosis, windows: pd.DataFrame, k: int | None, is_plain: boo
         "between": ratio is not None,
         "no_floor": slope is not None,
         "no_context": windows["context_len"].isna().all(),
+        "prefill_mixed": windows["step_ms"].isna().all() and mixed.any(),
         "no_slope": True,
     }
     cost = "how the step grows is unknown" if slope is None else f"the step grows by {slope[0]:.3f} ms per 1,024 tokens"
     cost = f"the step pays {ratio[0]:.1f}x one read of the KV cache" if ratio else cost
     cost = "the slope of its steps is impossible, below 0" if holds["impossible_slope"] else cost
-    words = {"length": length, "ceiling": k and k + 1, "ratio": ratio[0] if ratio else None, "cost": cost}
-    words |= {"eager": eager.sum(), "windows": len(windows), "costs": " to ".join(f"{cost:.1f}" for cost in ends)}
+    words = {"length": length, "ceiling": k and k + 1, "ratio": ratio and ratio[0], "cost": cost, "eager": eager.sum()}
+    words |= {"mixed": mixed.sum(), "windows": len(windows), "costs": " to ".join(f"{cost:.1f}" for cost in ends)}
     told = windows["cuda_graph"].notna().any()
     words["graphs"] = f"{eager.sum()} of {len(windows)} windows ran eager" if told else "no word of CUDA graphs"
     words["measure"] = "" if cells else "the plain step (--recipe all-reject) and "

@@ -9,7 +9,7 @@ from typing import Any
 
 from labkit.engines import checks, clients, llamacpp, sglang, vllm
 from labkit.engines.metrics import SAMPLE, MetricsPages
-from labkit.engines.reading import MAX_DOCUMENT_BYTES, MAX_LOG_CHARACTERS, Input, load_json
+from labkit.engines.reading import MAX_DOCUMENT_BYTES, MAX_LOG_CHARACTERS, Input, load_json, printed_by
 from labkit.engines.record import Record
 from labkit.engines.roles import resolve_roles
 from labkit.engines.server import Server, begins_server, server_marks
@@ -37,18 +37,19 @@ class Reader:
         self._start(Server())
 
     def _start(self, server: Server) -> None:
-        self.server, self._blocks, self._graphs = server, clients.Blocks(), set[bool]()
-        self._logs: dict[str, Any] = {
-            "sglang": sglang.Log(server),
-            "vllm": vllm.Log(server),
-            "llamacpp": llamacpp.Log(),
-        }
+        self._blocks, self._source = clients.Blocks(), ""
+        self._sources = dict[str, bool]()  # who printed figures; whether it came back after another, so ran beside it
+        self._launch(server)
+
+    def _launch(self, server: Server) -> None:
+        self.server, self._graphs, self._logs = server, set[bool](), dict[str, Any]()
+        self._logs |= {"sglang": sglang.Log(server), "vllm": vllm.Log(server), "llamacpp": llamacpp.Log(server)}
 
     def read(self, path: str | Path, server: Server | None = None, sampled: bool = False) -> Iterator[Record]:
         """Records of one file. ``server``: facts that hold for several files of one server; ``sampled``: of a long log
         a stated part (`Input.lines`).
 
-        Raises InputError: no such file, broken JSON, a gzip bomb.
+        Raises InputError: no such file, broken JSON, a gzip bomb; ``sampled``: lines of several servers in turns.
         """
         source = Input(path)
         try:
@@ -56,6 +57,12 @@ class Reader:
         finally:
             source.close()
             self.notes += [f"{source.name}: {note}" for note in source.notes]
+        if any(self._sources.values()):
+            names = ", ".join([*self._sources][:4])
+            text = f"{source.name}: lines of {len(self._sources)} servers alternate ({names}); wanted those of one"
+            if sampled:  # windows, arguments and baseline of one would be taken for those of another
+                raise InputError(text)
+            self.notes.append(text)
 
     def read_text(self, text: str, name: str, server: Server | None = None) -> Iterator[Record]:
         """Records of a text that is already in memory, as `read` gives them for a file."""
@@ -117,8 +124,7 @@ class Reader:
             if self.server.served and begins_server(text):  # a restart in the same log
                 yield from self._logs_end()
                 self.server.restart()
-                self._graphs = set()
-                self._logs |= {"sglang": sglang.Log(self.server), "vllm": vllm.Log(self.server)}
+                self._launch(self.server)
             content = load_json(text.removeprefix("data: ")) if text.startswith(_JSON) and may_match(text) else None
             if content is not None:
                 yield from self._of_json(content, f"{name}:{line}")
@@ -128,6 +134,7 @@ class Reader:
     def _logs_end(self) -> Iterator[Record]:
         yield from self._logs["sglang"].ready(at_end=True)
         yield from self._logs["vllm"].ready()
+        yield from self._logs["llamacpp"].ready()
 
     def _at_end(self) -> Iterator[Record]:
         yield from self._logs_end()
@@ -137,7 +144,10 @@ class Reader:
     def _of_line(self, text: str, name: str, line: int) -> list[Record]:
         for item in self._lines:
             if item.has in text and (match := item.pattern.search(text)):
-                self.server.served |= item.scope in ("window", "request")
+                if item.scope in ("window", "request"):
+                    self.server.served, source = True, printed_by(text)
+                    if source and source != self._source:
+                        self._sources[source], self._source = source in self._sources, source
                 values = match.groupdict() if item.read == "regex" else pairs(text[match.end() :])
                 return getattr(self._logs[item.engine], item.then)(item.record(values, f"{name}:{line}"), values, text)
         if text.startswith(_SAMPLES) and SAMPLE.match(text):

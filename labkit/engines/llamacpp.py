@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from labkit.engines.record import Record, difference
+from labkit.engines.server import Server
 from labkit.engines.tables import number, numbers
 
 _SLOT = re.compile(r"id\s+(\d+)")
@@ -13,8 +14,9 @@ _SLOT = re.compile(r"id\s+(\d+)")
 class Log:
     """A slot's prompt, eval and draft lines belong together; statistics lines are running totals per drafter."""
 
-    def __init__(self) -> None:
-        self.slots: dict[str, dict[str, float]] = {}
+    def __init__(self, server: Server) -> None:
+        self.server, self.drafted = server, False  # whether a draft line came
+        self.slots: dict[str, Record] = {}  # the lines of each slot's open request, in one
         self.totals: dict[str, Record] = {}
 
     def forget(self) -> None:
@@ -22,15 +24,31 @@ class Log:
         self.slots = {}
 
     def part(self, record: Record, values: Mapping[str, str], text: str) -> list[Record]:
-        """A prompt or eval line, kept for the draft line that follows."""
-        known = {} if "prompt_tokens" in record.details else self.slots.get(_slot(text), {})  # a request begins
-        self.slots[_slot(text)] = known | record.details
-        return []
+        """A prompt or eval line, kept for the draft line that follows; of a plain request there is none."""
+        slot = _slot(text)
+        done = self._plain(slot) if "prompt_tokens" in record.details else []  # a request begins
+        before, self.slots[slot] = self.slots.get(slot), record
+        record.details = (before.details if before else {}) | record.details
+        return done
+
+    def ready(self) -> list[Record]:
+        """The last request of each slot, at the end of the file or of the server."""
+        return [record for slot in list(self.slots) for record in self._plain(slot)]
+
+    def _plain(self, slot: str) -> list[Record]:
+        """The request of a slot without a draft line, where nothing tells that drafts are on."""
+        record = self.slots.pop(slot, None)
+        details = record.details if record else {}
+        if not record or self.drafted or "drafter" in self.server.named or details.get("output_tokens", 0) < 2:
+            return []
+        request_steps(record, details["output_tokens"], details.pop("decode_ms_total"), details.get("prompt_tokens"))
+        return [record]
 
     def slot_line(self, record: Record, values: Mapping[str, str], text: str) -> list[Record]:
         """All drafters of one request."""
         # Without a slot of their own the lines directly above are meant.
-        state = self.slots.pop(_slot(text), None) or self.slots.pop("", {})
+        line, self.drafted = self.slots.pop(_slot(text), None) or self.slots.pop("", None), True
+        state = line.details if line else {}
         printed = record.mean_acceptance_length
         request_steps(record, state.get("output_tokens"), state.get("decode_ms_total"), state.get("prompt_tokens"))
         if printed:  # it and the rates are over the steps with a draft

@@ -22,6 +22,9 @@ MAX_DOCUMENT_BYTES = 32 << 20
 BLOCK_BYTES, HEAD_MIB, TAIL_MIB = 1 << 20, 6, 12
 MAX_EXPANSION, FREE_EXPANSION_BYTES, _PROGRESS_BYTES = 200, 1 << 28, 64 << 20
 _ANSI = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b\n]{0,256}(?:\x07|\x1b\\)")
+_SYSLOG = r"(?:\w{3} +\d+ [\d:]{8}|\d{4}-\d\d-\d\dT\S+) (\S+ [^\s\[:]+)(?:\[\d+\])?: "
+# Docker compose; kubectl logs --prefix; journald and syslog; a process of vLLM.
+_SOURCE = re.compile(rf"([\w.-]+) +\| |\[(pod/[^\]]+)\] |{_SYSLOG}|\((\w+ pid=\d+)\)")
 _ENVELOPES = ("log", "MESSAGE")  # docker's json-file driver; journalctl -o json
 _DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile)
 
@@ -163,6 +166,11 @@ def clean(text: str) -> str:
         inner = [found[name] for name in _ENVELOPES if isinstance(found.get(name), str)]
         return _ANSI.sub("", inner[0]).strip() if inner else text
     return text
+
+
+def printed_by(text: str) -> str:
+    """Who printed a line, by the prefix that a collector of several logs puts before it; "" where there is none."""
+    return match[match.lastindex or 0] if (match := _SOURCE.match(text)) else ""
 
 
 def load_json(text: str) -> Any:

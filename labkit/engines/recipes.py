@@ -1,4 +1,4 @@
-"""Short measurements that would settle a diagnosis: launch lines to run elsewhere, by ``engine_recipes.csv``.
+"""What to do after a diagnosis: the flag that moves a role, and short measurements, by ``engine_recipes.csv``.
 
 Nothing here starts a server.
 """
@@ -6,8 +6,9 @@ Nothing here starts a server.
 import json
 import re
 import shlex
+from typing import Any
 
-from labkit.engines.roles import flag_texts, known_flags, ranges, rows_of
+from labkit.engines.roles import Role, fits, flag_texts, kernel, known_flags, ranges, rows_of
 from labkit.engines.server import Server, parse_launch
 from labkit.engines.tables import read_table
 from labkit.errors import InputError
@@ -16,6 +17,30 @@ _DRAFT_FLAGS = ("--spec", "--draft", "--model-draft", "-md", "-hfd", "-devd", "-
 _YAML_FLAGS = ("--extra_llm_api_options", "--config")
 _IMPOSED = ("SGLANG_SIMULATE", "TLLM_SPEC_DECODE")
 _SPEC_FLAGS = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
+
+
+def backend_flag(found: Any, verify: Role) -> str:
+    """The flag that moves the verify role to a backend with a KV split, if the table has both for this version."""
+    own = (found.trace or {}).get("phases", {}).get("verify", {}).get("kernels", [])
+    if split := next((k["name"] for k in own if re.search(r"split_?kv|reduce_segments", k["name"], re.I)), None):
+        return f"compare backends (--recipe backend-ab): {split[:60]} is a kernel with a KV split, see its grid"
+    if (runs := kernel(found, verify.backend)) and runs["kv_split"] == "yes":
+        return f"compare backends (--recipe backend-ab): {verify.backend} verifies with a KV split, see a trace for why"
+    if not found.engine_version:
+        return "set a verify backend with a KV split; the version is unknown, so the flag is not named"
+    usual = [row for row in rows_of(found.engine, "default", found.engine_version) if not row["inherits"]]
+    others = {"sglang": ("flashinfer", "fa3"), "vllm": ("FLASH_ATTN", "FLASHINFER")}.get(found.engine, ())
+    # The flag that moved it moves it again; SGLang's two flags win over the one for all roles.
+    given, side = re.search(r"given by (--[\w.-]+)", verify.how), "decode" if "from decode" in verify.how else "prefill"
+    apart = found.engine == "sglang" and found.roles.get("decode", verify).backend != verify.backend
+    apart = apart or found.roles.get("prefill", verify).backend != verify.backend
+    flag = given[1] if given else f"--{side}-attention-backend" if apart else "--attention-backend"
+    moved = f"{side} and verify" if f"--{side}" in flag else "all roles without a flag of their own"
+    for name in (*(row["value"] for row in usual if fits(row, found.gpu)), *others):
+        row = kernel(found, name)
+        if row and row["kv_split"] == "yes" and name != verify.backend:
+            return f"{flag} {name} (moves {moved}; compare on equal text)"
+    return "unknown for this version: no backend with a KV split for verify is in the table"
 
 
 def recipe(name: str, server: Server | None, launch: str | None) -> list[str]:
@@ -39,6 +64,7 @@ def recipe(name: str, server: Server | None, launch: str | None) -> list[str]:
         missing = "the YAML file with speculative_config" if server.engine == "trtllm" else "a drafter or an algorithm"
         raise InputError(f"recipe: both servers would be the same, no speculation in {given[:200]!r}; add {missing}")
     lines = [f"# {name}: start each server in turn and send the same requests twice; compare the second ones"]
+    lines += ["# random tokens: step times hold, lengths do not"] * ("random" in bench and name != "all-reject")
     for row in rows:
         for value in row["values"].split() or [""]:
             own = tuple(word for word in row["command"].split() if word.startswith("--"))  # set anew by the recipe

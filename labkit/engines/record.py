@@ -4,6 +4,8 @@ Letters in this package: S verify steps, S1 those with a draft, A accepted and D
 """
 
 import copy
+import re
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,6 +113,15 @@ class Record:
         accepted = self.num_accepted_tokens or 0
         if self.num_drafted_steps is None and above > 0 and accepted * 0.005 / above**2 < 0.5:
             self.num_drafted_steps = round(accepted / above)
+
+
+def counted(warnings: Counter[str], limit: int) -> list[str]:
+    """The most frequent warnings with their number; those that differ in figures only are one."""
+    alike: dict[str, Counter[str]] = {}
+    for text, times in warnings.items():
+        alike.setdefault(re.sub(r"\d+(\.\d+)?", "", text), Counter())[text] += times
+    most = sorted(((texts.total(), texts) for texts in alike.values()), key=lambda item: -item[0])[:limit]
+    return [f"{n} x " * (n > 1) + "such as: " * (len(t) > 1) + t.most_common(1)[0][0] for n, t in most]
 
 
 def difference(before: Record, after: Record) -> Record | None:

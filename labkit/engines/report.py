@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from labkit.engines.diagnose import Diagnosis
-from labkit.engines.record import Record
+from labkit.engines.record import Record, counted
 from labkit.engines.roles import gpu_row
 from labkit.engines.slope import Interval
 from labkit.engines.tables import number
@@ -27,7 +27,7 @@ def summary(records: Iterable[Record], limit: int = 20) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     more = [f"... {count - limit} more records; --json or --out has all of them"] if count > limit else []
-    return "\n".join(lines + more + [f"{times} x {text}" for text, times in warnings.most_common(30)])
+    return "\n".join(lines + more + counted(warnings, 30))
 
 
 def _trace_lines(trace: dict[str, Any]) -> list[str]:
@@ -66,12 +66,8 @@ def render(found: Diagnosis) -> str:
         lines += [f"  you pay {shown(found.slope_over_floor, '.1f')} {read}"]
     lines += ["against plain windows of the same batch and octave of context:"] if found.baseline else []
     for cell in found.baseline:
-        where = (
-            f"  batch {cell['batch_size']:g}, context {cell['context_len']:.0f}, plain {cell['plain_context_len']:.0f}"
-        )
-        step = (
-            f"step {cell['step_ms']:.1f} ms, {cell['relative_step_cost']:.2f} plain ones of {cell['decode_ms']:.1f} ms"
-        )
+        where = "  batch {batch_size:g}, context {context_len:.0f}, plain {plain_context_len:.0f}".format(**cell)
+        step = "step {step_ms:.1f} ms, {relative_step_cost:.2f} plain ones of {decode_ms:.1f} ms".format(**cell)
         speed = f"length {cell['mean_acceptance_length']:.2f}, speed-up {shown(cell['speedup'], '.2f')}"
         lines.append(f"{where}: {step}, {speed}, {cell['verdict']}")
     lines += [f"{name}: {role.backend}, {role.how}" for name, role in found.roles.items()]

@@ -16,16 +16,12 @@ _WHOLE = {f"speculative_{name}" for name in ("num_steps", "eagle_topk", "num_dra
     *("num_speculative_tokens", "spec_tokens", "spec_draft_n_max", "max_draft_len", "max_num_seqs", "page_size"),
     *("max_running_requests", "cuda_graph_max_bs", "max_cudagraph_capture_size", "tp_size", "tensor_parallel_size"),
 }
-_DRAFTS = (
-    "speculative_dspark_block_size",
-    "num_speculative_tokens",
-    "spec_draft_n_max",
-    "max_draft_len",
-    "num_spec_tokens",
-)
+_DRAFTS = ["speculative_dspark_block_size", "num_speculative_tokens", "spec_draft_n_max", "max_draft_len"]
+_DRAFTS += ["num_spec_tokens", "spec_tokens"]
 _CHOICES = {"speculative_algorithm": "algorithm", "method": "algorithm", "spec_method": "algorithm"}
 _CHOICES |= {"spec_type": "algorithm", "rejection_sample_method": "rejection"}
 PLACEHOLDERS = ("ALGORITHM", "TYPE", "METHOD")  # for what neither log nor arguments tell, in recipes
+_NO_MODEL = ("NGRAM", "ngram", "suffix")  # drafts without a model, so without attention
 _MLA = re.compile(r"deepseek-?(v[23]|r1(?!-distill))|kimi-k", re.I)  # one latent KV head: other backends
 _BOARDS = {"pcie", "nvl", "40gb"}
 SGLANG_LIMIT = 48  # of running requests, by any speculative algorithm where none is given
@@ -104,6 +100,8 @@ def resolve_roles(server: Server, gpu: str | None = None) -> dict[str, Role]:
             every = rows_of(server.engine, "role", None, role=role)
             rows = every if {row["inherits"] for row in every} == {"default"} else []
         used = not role.startswith("linear") or any("linear" in name for name in (*server.args, *server.named))
+        without = {"draft": _NO_MODEL, "draft_extend": _BLOCKS + _NO_MODEL}.get(role, ())
+        used = used and _algorithm(server) not in without
         if role in server.named:
             found[role] = Role(server.named[role], "named by the log")
         elif used and rows:
@@ -113,6 +111,10 @@ def resolve_roles(server: Server, gpu: str | None = None) -> dict[str, Role]:
             surely = server.version or not row["version_to"] or "version unknown" in resolved.how
             found[role] = resolved if surely else Role(resolved.backend, resolved.how + unsure)
     return {role: found[role] for role in ROLES if role in found}
+
+
+def _algorithm(server: Server) -> str:
+    return server.args.get("speculative_algorithm") or server.args.get("method") or server.args.get("spec_method", "")
 
 
 def _resolve(row: dict[str, str], server: Server, found: dict[str, Role], gpu: str | None) -> Role:
@@ -132,17 +134,20 @@ def _resolve(row: dict[str, str], server: Server, found: dict[str, Role], gpu: s
             return Role(server.named[name], how)
     if source == "default":
         tree = any((server.number(name) or 1) > 1 for name in ("speculative_eagle_topk", "page_size"))
+        if _arch(gpu).startswith("10.") and _algorithm(server) not in ("", *_BLOCKS):  # there an unset topk is no chain
+            tree = tree or "speculative_eagle_topk" not in server.args
         rows = rows_of(server.engine, "default", server.version)
         kinds = ("mla",) if _MLA.search(server.model or "") else ("", "tree" if tree else "chain")
-        rows = [row for row in rows if _fits(row, gpu) and row["inherits"] in kinds]
+        rows = [row for row in rows if fits(row, gpu) and row["inherits"] in kinds]
         if len({row["value"] for row in rows}) == 1:
-            note = rows[0]["note"] or "no note"
-            return Role(rows[0]["value"], f"default of the table for {gpu or 'every GPU'}: {note}")
+            note = f": {rows[0]['note']}" if rows[0]["note"] else ""
+            return Role(rows[0]["value"], f"default of the table for {gpu or 'every GPU'}{note}")
         return Role("unknown", "default: not in the log, and unknown for this version and GPU")
     return Role("unknown", "picked automatically, not printed" if source == "automatic" else "unknown for this version")
 
 
-def _fits(row: dict[str, str], gpu: str | None) -> bool:
+def fits(row: dict[str, str], gpu: str | None) -> bool:
+    """Whether a row has a value and is for this GPU."""
     return bool(row["value"]) and (not row["gpu"] or _arch(gpu) in row["gpu"].split("|"))
 
 
@@ -151,30 +156,8 @@ def kernel(server: Any, backend: str, role: str = "verify") -> dict[str, str] | 
     if _MLA.search(server.model or ""):
         return None
     rows = rows_of(server.engine, "kernel", server.engine_version, role=role, value=backend)
-    rows = [row for row in rows if _fits(row, server.gpu)]
+    rows = [row for row in rows if fits(row, server.gpu)]
     return rows[0] if len({row["kv_split"] for row in rows}) == 1 else None
-
-
-def backend_flag(found: Any, verify: Role) -> str:
-    """The flag that moves the verify role to a backend with a KV split, if the table has both for this version."""
-    own = (found.trace or {}).get("phases", {}).get("verify", {}).get("kernels", [])
-    if split := next((k["name"] for k in own if re.search(r"split_?kv|reduce_segments", k["name"], re.I)), None):
-        return f"compare backends (--recipe backend-ab): {split[:60]} is a kernel with a KV split, see its grid"
-    if not found.engine_version:
-        return "set a verify backend with a KV split; the version is unknown, so the flag is not named"
-    usual = [row for row in rows_of(found.engine, "default", found.engine_version) if not row["inherits"]]
-    others = {"sglang": ("flashinfer", "fa3"), "vllm": ("FLASH_ATTN", "FLASHINFER")}.get(found.engine, ())
-    # The flag that moved it moves it again; SGLang's two flags win over the one for all roles.
-    given, side = re.search(r"given by (--[\w.-]+)", verify.how), "decode" if "from decode" in verify.how else "prefill"
-    apart = found.engine == "sglang" and found.roles.get("decode", verify).backend != verify.backend
-    apart = apart or found.roles.get("prefill", verify).backend != verify.backend
-    flag = given[1] if given else f"--{side}-attention-backend" if apart else "--attention-backend"
-    moved = f"{side} and verify" if f"--{side}" in flag else "all roles without a flag of their own"
-    for name in (*(row["value"] for row in usual if _fits(row, found.gpu)), *others):
-        row = kernel(found, name)
-        if row and row["kv_split"] == "yes" and name != verify.backend:
-            return f"{flag} {name} (moves {moved}; compare on equal text)"
-    return "unknown for this version: no backend with a KV split for verify is in the table"
 
 
 def speculative_tokens(server: Server, rows: bool = False) -> int | None:
@@ -218,8 +201,12 @@ def launch_findings(server: Server, flags: list[str]) -> Iterator[str]:
     verify = resolve_roles(server).get("verify", Role("", "")).backend
     if (topk or 1) > 1 and rows_of(server.engine, "kernel", None, value=verify, note="topk 1 only"):
         yield f"--speculative-eagle-topk {topk}: {verify} verifies chains only, topk 1"
-    if (block := server.number("speculative_dflash_block_size")) and rows_given not in (None, block):
-        yield f"--speculative-dflash-block-size {block}: must be --speculative-num-draft-tokens, {rows_given}"
+    for name, root in (("dflash", 0), ("dspark", 1)):  # whether the root is added to the block
+        block = server.number(f"speculative_{name}_block_size")
+        if block and rows_given not in (None, block + root):
+            yield f"--speculative-{name}-block-size {block}: num-draft-tokens must be {block + root}, not {rows_given}"
+    if {"attention_backend", "attention_config.backend"} <= args.keys() and server.engine == "vllm":
+        yield "--attention-backend and --attention-config.backend: both are set, which is an error"
 
 
 def _largest(sizes: str) -> int | None:
@@ -294,6 +281,8 @@ def launch_notes(server: Server, flags: list[str]) -> Iterator[str]:
     """What follows from the arguments and is no mistake."""
     yield from flag_texts(server, flags)[1]
     drafts = server.engine == "sglang" and "speculative_algorithm" in server.args
+    if server.imposed:
+        yield "acceptance is imposed by a switch: the length is an input, only times are real"
     if drafts and not speculative_tokens(server):
         yield "draft tokens are unset: the server picks them by algorithm and model, so the ceiling is unknown"
     if k := speculative_tokens(server):

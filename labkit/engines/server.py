@@ -26,7 +26,6 @@ _KEPT = re.compile(
     r"attention|speculative|spec_|num_spec|method|backend|page_size|block_size|kv_cache_dtype|^dtype|cuda_?graph|enforce_eager"
     r"|tp_size|tensor_parallel|^port$|max_running|max_num_seqs|context_length|max_model_len|quantization|synthetic|rejection|(?i:simulate_acc|force_num_accepted)|VLLM_ATTENTION"
 )
-
 _SETTING = re.compile(
     r"method|model|num_speculative_tokens|parallel_drafting|quantization|kv_cache_dtype|disable_padded_drafter_batch"
     r"|(?:prompt_lookup|suffix|synthetic|draft|rejection|attention|moe)_\w+"

@@ -235,7 +235,7 @@ def server_info(record: Record, node: Mapping[str, Any]) -> None:
     if len(ranks) == 1 and known:
         record.mean_acceptance_length = known[0]
     elif known:
-        text = f"{len(known)} of {len(ranks)} ranks have a length, the others have not decoded yet"
+        text = f"{len(known)} of {len(ranks)} ranks have a length, {min(known):.2f} to {max(known):.2f}"
         record.warn(f"{text}; their verify counts are not given, so the lengths cannot be pooled")
     rows = number(node.get("speculative_num_draft_tokens"))
     record.num_speculative_tokens = round(rows) - 1 if rows else None

@@ -182,9 +182,8 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
         own, total = [row for row in rows if row["phase"] == phase], Counter[tuple[str, str | None]]()
         for kernel in itertools.chain.from_iterable(row["kernels"] for row in own):
             total[kernel["name"], kernel["grid"]] += kernel["ms"] / len(own)
-        entry: dict[str, Any] = {
-            name: float(np.median([row[name] for row in own])) for name in ("forward_ms", "attention_ms")
-        }
+        names, entry = ("forward_ms", "attention_ms"), dict[str, Any]()
+        entry |= {name: float(np.median([row[name] for row in own])) for name in names}
         entry["kernels"] = [{"name": n, "grid": grid, "ms": ms} for (n, grid), ms in total.most_common(5)]
         matches = [row for name, _ in total for row in known if re.search(row["pattern"], name)]
         found["engine"] = found["engine"] or next((row["engine"] for row in matches if row["engine"] in _ENGINES), "")

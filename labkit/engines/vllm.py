@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from labkit.engines.reading import printed_by
 from labkit.engines.record import Record, difference
 from labkit.engines.roles import speculative_tokens
 from labkit.engines.server import Server
@@ -11,6 +12,7 @@ from labkit.engines.tables import from_histogram, number, numbers
 
 _TIME = re.compile(r"\b(\d\d-\d\d \d\d:\d\d:\d\d)\b")
 _ENGINE = re.compile(r"Engine (\d+):")
+_Name = tuple[str, str]  # who printed the line, engine
 _LENGTH = 0.006  # two printed decimals
 
 
@@ -19,8 +21,8 @@ class Log:
 
     def __init__(self, server: Server) -> None:
         self.server, self.drafted = server, False  # whether a speculative line came
-        self.companions: dict[str, Record] = {}  # the last throughput line of each engine, if it is of no window yet
-        self.running: dict[str, float] = {}
+        self.companions: dict[_Name, Record] = {}  # the last throughput lines that are of no window yet
+        self.running: dict[_Name, float] = {}
         self.totals: Record | None = None
         self.kv_tokens: float | None = None
 
@@ -55,7 +57,7 @@ class Log:
     def throughput(self, record: Record, values: Mapping[str, str], text: str) -> list[Record]:
         """Printed just before the speculative line, one per engine: the line before it, if still here, was of none."""
         match = _ENGINE.search(text)
-        name, record.time = match[1] if match else "0", _time(text)
+        name, record.time = (printed_by(text), match[1] if match else "0"), _time(text)
         done = self._plain(name, self.companions[name]) if name in self.companions else []
         self.companions[name] = record
         return done
@@ -65,7 +67,7 @@ class Log:
         lines, self.companions = self.companions, {}
         return [found for name, line in lines.items() for found in self._plain(name, line, cut=self.drafted)]
 
-    def _plain(self, name: str, record: Record, cut: bool = False) -> list[Record]:
+    def _plain(self, name: _Name, record: Record, cut: bool = False) -> list[Record]:
         """The window of a throughput line alone; none where nothing ran."""
         first = name not in self.running
         self._load(record, {name: record})
@@ -89,14 +91,14 @@ class Log:
         return []
 
     def _join(self, record: Record, text: str) -> Record:
-        record.time, self.drafted = _time(text), True
-        lines, self.companions = self.companions, {}
+        record.time, self.drafted, mine = _time(text), True, printed_by(text)
+        lines = {n: self.companions.pop(n) for n in [*self.companions] if n[0] == mine or "" in (mine, n[0])}
         if lines:
             self._load(record, lines)
             self._zero_draft_steps(record)
         return record.derive()
 
-    def _load(self, record: Record, lines: Mapping[str, Record]) -> None:
+    def _load(self, record: Record, lines: Mapping[_Name, Record]) -> None:
         """What the throughput lines of a window tell, summed over engines."""
         rate = sum(line.output_tokens_per_s or 0 for line in lines.values())
         batch = sum(line.batch_size or 0 for line in lines.values())
@@ -135,12 +137,9 @@ def settle_v1(record: Record, printed: float | None) -> None:
     if printed is None:  # a line that was cut would end with the length: later versions print it first
         record.warn("no acceptance length and no steps in the line (vLLM 0.8): only the rate is known")
         return
-    fits = {
-        (k, drafted // k, bonus)
-        for k in ([len(rates)] if rates else range(1, 65))
-        for bonus in (False, True)
-        if drafted and drafted % k == 0 and abs(accepted / (drafted // k) + bonus - printed) < _LENGTH
-    }
+    steps_of = {k: drafted // k for k in ([len(rates)] if rates else range(1, 65)) if drafted and drafted % k == 0}
+    lengths = {(k, s, bonus): accepted / s + bonus for k, s in steps_of.items() for bonus in (False, True)}
+    fits = {key for key, length in lengths.items() if abs(length - printed) < _LENGTH}
     bonuses = {bonus for _, _, bonus in fits}
     if rates:
         slack, total = _LENGTH + 0.0006 * len(rates), sum(rates)
@@ -171,11 +170,8 @@ def request(record: Record, node: Mapping[str, Any]) -> None:
     """A per-request block; an earlier preview had a map with text keys for its histogram."""
     histogram = node.get("acceptance_histogram")
     if isinstance(histogram, dict):
-        size = max(
-            (int(key) for key in histogram if str(key).isdecimal() and len(str(key)) < 5 and int(key) < 1024),
-            default=-1,
-        )
-        histogram = [number(histogram.get(str(i))) or 0 for i in range(size + 1)]
+        keys = [int(key) for key in histogram if str(key).isdecimal() and len(str(key)) < 5 and int(key) < 1024]
+        histogram = [number(histogram.get(str(i))) or 0 for i in range(max(keys, default=-1) + 1)]
     if numbers(histogram):
         from_histogram(record, numbers(histogram))
 
