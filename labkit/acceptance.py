@@ -15,6 +15,9 @@ from labkit.decide.intervals import generator, percentile_interval, resampled_we
 from labkit.errors import InputError
 from labkit.rows import group_numbers, is_missing, ok_rows, single_value
 
+MAX_REPEATED = (
+    0.2  # share of repeated 4-grams above which a text repeats itself (`labkit.workloads.repeated_ngram_share`)
+)
 DEFAULT_BY = (
     *("target", "drafter", "num_speculative_tokens", "workload", "temperature"),
     *("context_len_low", "context_len_high", "origin"),

@@ -20,7 +20,6 @@ Encode = Callable[[list[Message]], Sequence[int]]
 
 CONTEXT_TOLERANCE = 8
 SEPARATOR = "\n\n---\n\n"
-MAX_REPEATED = 0.2  # `repeated_ngram_share` above which a text repeats itself
 _TEXT_FIELDS = ("id", "workload", "prompt", "answer", "reference")
 _CODE_WORKLOADS = ("code_editing", "code_writing")
 

@@ -133,7 +133,7 @@ def test_over_floor_figure(world):
     assert_well_placed(figure)
     shown = [text.get_text() for text in figure.axes[0].texts]
     assert len(shown) == len(world.backends) * len(world.contexts)
-    assert shown.count("-") == 1
+    assert shown.count("–") == 1
     best = figure.axes[0].get_yticklabels()[0].get_text()
     assert best == ("triton_split" if world is GPU else "sdpa")
     with pytest.raises(InputError, match="want the read bandwidth"):

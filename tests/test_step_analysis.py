@@ -281,7 +281,7 @@ def test_step_parts_figure(engines, width_in):
     texts = [text.get_text() for text in all_texts(figure)]
     assert "context 256K" in texts
     assert any(text.startswith("pays\n+") for text in texts)
-    assert any(text.startswith("loses\n-") for text in texts)
+    assert any(text.startswith("loses\n−") for text in texts)
     assert any("draft attention" in text for text in texts)
     for ax in figure.axes:
         assert ax.get_ylim()[0] == 0

@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from labkit.acceptance import prompt_histograms
+from labkit.acceptance import MAX_REPEATED, prompt_histograms
 from labkit.decide.step_costs import StepCosts
 from labkit.errors import InputError
 from labkit.rows import FORCED_ORIGINS, distinct, group_numbers, key_value, ok_rows, single_value
-from labkit.workloads import MAX_REPEATED
 
 GROUP = [
     *("target", "drafter", "num_speculative_tokens", "context_len_low", "context_len_high"),

@@ -6,10 +6,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from labkit.acceptance import acceptance_table, counts_from_frame
+from labkit.acceptance import MAX_REPEATED, acceptance_table, counts_from_frame
 from labkit.errors import InputError
 from labkit.rows import ok_rows
-from labkit.workloads import MAX_REPEATED
 
 BANDS = (0, 32, 64, 128, 256, 512)  # of output tokens
 

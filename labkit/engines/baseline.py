@@ -43,5 +43,5 @@ def _cells(windows: pd.DataFrame) -> dict[tuple[int, float], pd.DataFrame]:
     """Steady windows by octave of context and batch."""
     steady = windows.dropna(subset=["step_ms", "context_len", "batch_size", "output_tokens_per_s"])
     steady = steady[steady["context_len"].astype(float) > 0]
-    octave = np.log2(steady["context_len"].astype(float)).round().astype(int)
+    octave = np.log2(steady["context_len"].astype(float).clip(lower=1)).round().astype(int)
     return {(int(str(k[0])), float(str(k[1]))): rows for k, rows in steady.groupby([octave, steady["batch_size"]])}

@@ -168,7 +168,7 @@ def _acceptance(found: Diagnosis, windows: pd.DataFrame, k: float | None) -> Non
     if placed.empty:
         found.unknown.append("context of the windows: the source does not print cached tokens per request")
         placed = windows
-    octave = np.log2(placed["context_len"].astype(float).fillna(1.0)).round().astype(int)
+    octave = np.log2(placed["context_len"].astype(float).fillna(1.0).clip(lower=1)).round().astype(int)
     draws, lengths = list[np.ndarray](), list[float]()
     for band, rows in placed.groupby(octave):
         rng, low, high = generator(0, "acceptance", band), math.nan, math.nan

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from labkit.accept import sampling_probs
+from labkit.acceptance import MAX_REPEATED
 from labkit.errors import InputError
 from labkit.paths import write_whole
-from labkit.workloads import MAX_REPEATED
 
 if TYPE_CHECKING:
     from labkit.kv_cache import PagedKVCache

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from labkit.acceptance import AcceptanceCounts
+from labkit.acceptance import MAX_REPEATED, AcceptanceCounts
 from labkit.drafting.autoregressive import AutoregressiveDrafter
 from labkit.drafting.block import BlockDrafter
 from labkit.drafting.named import taps_of
 from labkit.drafting.ngram import NgramDrafter
 from labkit.models.target import ModelTarget
 from labkit.speculation import Drafter, Generation, speculate
-from labkit.workloads import MAX_REPEATED, WORKLOADS, load_prompts, repeated_ngram_share
+from labkit.workloads import WORKLOADS, load_prompts, repeated_ngram_share
 
 if TYPE_CHECKING:
     from labkit.models.decoder import Decoder
