@@ -105,7 +105,7 @@ class Lab:
 
     def close(self) -> None:
         self.process.terminate()
-        self.process.wait(timeout=20)
+        self.process.wait(timeout=60)  # ten kernels end before it does
         self.log.close()
 
 
