@@ -128,7 +128,7 @@ class StoredRows:
         return [*found, None] if unnamed else found
 
     def first(self) -> Choice:
-        """Where to begin: the fullest device, model and drafter, with acceptance if there is any."""
+        """Where to begin: the fullest device, model, drafter and text, with acceptance if there is any."""
         rows = self.costs[self.costs["arm"] == "speculative"]
         names = ["target", "drafter", "num_speculative_tokens"]
         known = set(self.acceptance[names].itertuples(index=False, name=None)) if len(self.acceptance) else set()
@@ -144,10 +144,11 @@ class StoredRows:
                 chosen[name] = int(min(values) if name == "batch_size" else max(values))
             rows = rows if chosen[name] is None else rows[rows[name] == chosen[name]]
         contexts = distinct(rows, "context_len")
+        texts = self.acceptance["workload"].value_counts() if len(self.acceptance) else pd.Series(dtype=int)
         choice = Choice(
             **chosen,
             pairings=tuple(distinct(rows, "pairing"))[:4],
-            workload=self.values("workload")[0],
+            workload=min(texts.index, key=lambda name: (-texts[name], name), default=None),
             context_len=int(contexts[len(contexts) // 2]),
         )
         return choice if joins.any() else replace(choice, acceptance_length=usual_length(choice.num_speculative_tokens))
