@@ -29,6 +29,7 @@ from labkit.engines.roles import (
 )
 from labkit.engines.server import Server, parse_launch
 from labkit.engines.tables import read_table
+from labkit.engines.windows import unlike_ranks
 from labkit.errors import InputError
 from labkit.paths import REFERENCE, RUNS
 from labkit.provenance import redact
@@ -963,3 +964,17 @@ def test_recipes_say_that_random_tokens_tell_no_lengths():
     made, _ = parse_launch(LAUNCH.format(3, 1, 4), "0.5.21")
     assert "# random tokens" in recipe("k-sweep", made, None)[1]
     assert not [text for text in recipe("all-reject", made, None) if "# random tokens" in text]
+
+
+def test_ranks_with_other_lengths_are_told():
+    def windows(lengths):
+        known = [Record("sglang", "decode line", "window", "length", mean_acceptance_length=n) for _, n in lengths]
+        for record, (rank, _) in zip(known, lengths, strict=True):
+            record.details["rank"] = rank
+        return known
+
+    assert unlike_ranks(windows([("DP0", 2.8), ("DP1", 2.0), ("DP1", 2.2)])) == [
+        "the ranks' lengths differ (DP0 2.80, DP1 2.10); they are pooled"
+    ]
+    assert not unlike_ranks(windows([("DP0", 2.1), ("DP1", 2.0)]))
+    assert not unlike_ranks(windows([("DP0", 2.1)]))

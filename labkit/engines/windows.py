@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
+from statistics import fmean
 from typing import Any
 
 from labkit.engines.record import Record
@@ -13,6 +14,7 @@ from labkit.engines.server import Server
 
 # SGLang sets its limit of running requests by itself where it drafts.
 _DRAFTS = re.compile("spec|draft|^method$|prompt_lookup|suffix|synth|rejection|max_running|(?i:simulate|force_num)")
+UNLIKE = 1.1  # ratio of two ranks' lengths that is told
 _FACTS = attrgetter("version", "model", "args", "named")  # what makes it another server than one before
 
 
@@ -98,7 +100,21 @@ def judged(groups: Groups, server: Server) -> Judged:
     if plain:
         launches = ", also of launches that differ in speculation only," if kin != {place} else ""
         notes.append(f"{len(base)} windows of plain decode{launches} are the baseline")
-    return Judged(own.get((place, engine, False), Group()), False, base, notes)
+    group = own.get((place, engine, False), Group())
+    return Judged(group, False, base, notes + unlike_ranks(group.kept))
+
+
+def unlike_ranks(windows: Iterable[Record]) -> list[str]:
+    """A sentence where the ranks of one server yield other lengths, which are pooled; empty where they agree."""
+    by_rank: dict[str, list[float]] = {}
+    for window in windows:
+        if window.details.get("rank") and window.mean_acceptance_length is not None:
+            by_rank.setdefault(str(window.details["rank"]), []).append(window.mean_acceptance_length)
+    means = {rank: fmean(lengths) for rank, lengths in sorted(by_rank.items())}
+    if len(means) < 2 or max(means.values()) < UNLIKE * min(means.values()):
+        return []
+    shown = ", ".join(f"{rank} {mean:.2f}" for rank, mean in means.items())
+    return [f"the ranks' lengths differ ({shown}); they are pooled"]
 
 
 def _but_drafts(server: Server) -> tuple[Any, ...]:
