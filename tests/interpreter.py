@@ -14,7 +14,7 @@ IS_CHILD = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not IS_CHILD, reason="runs in the child process of test_under_the_interpreter")
 
 
-def run_file(file: str) -> None:
+def assert_passes_interpreted(file: str) -> None:
     """Run a test file again under the interpreter; skipped inside it, and where the interpreter itself cannot run."""
     if IS_CHILD:
         pytest.skip("is the child")

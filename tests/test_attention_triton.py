@@ -18,14 +18,14 @@ from labkit.attention.backend_triton_split import (
 )
 from labkit.attention.inputs import check, expect, make_inputs, random_tree
 from labkit.shapes import AttentionShape
-from tests.interpreter import IS_CHILD, interpreted, run_file
+from tests.interpreter import IS_CHILD, assert_passes_interpreted, interpreted
 
 BACKENDS = ["triton_nosplit", "triton_split"]
 ALL = ["triton_split", *VARIANTS]
 
 
 def test_under_the_interpreter():
-    run_file(__file__)
+    assert_passes_interpreted(__file__)
 
 
 def check_backends(

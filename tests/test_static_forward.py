@@ -16,13 +16,13 @@ from labkit.models.linear import Float8Linear, PlainLinear
 from labkit.models.static_forward import StaticForward
 from labkit.models.weights import load_model
 from labkit.shapes import model_shape
-from tests.interpreter import interpreted, run_file
+from tests.interpreter import assert_passes_interpreted, interpreted
 
 LENS = [37, 90]
 
 
 def test_under_the_interpreter():
-    run_file(__file__)
+    assert_passes_interpreted(__file__)
 
 
 def tiny(name: str = "tiny", **changes):
