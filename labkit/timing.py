@@ -21,6 +21,7 @@ PARTS = ("draft", "verify", "accept")
 CPU_TIMER_RESOLUTION_MS = 1e-4  # perf_counter_ns steps by tens of ns
 EVENT_RESOLUTION_MS = 2e-3  # CUDA events, and the skew of the host's clock against the device's over one step
 _DEFAULT_CACHE_BYTES = 32 << 20
+_HOLD_CYCLES = 400_000  # 0.2 ms at 2 GHz: a graph of hundreds of kernels is launched in less
 
 
 def cache_bytes(device: str) -> int:
@@ -47,6 +48,19 @@ def _displacer(device: str) -> tuple[Callable[[], object], int]:
     num_bytes = max(2 * cache_bytes(device), 64 << 20)
     buffer = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
     return buffer.sum, num_bytes
+
+
+def _holder(device: str) -> Callable[[], object]:
+    """A call that keeps the device busy while the host queues what follows.
+
+    A device that has nothing to do starts the clock at once, and the host's launch is then part of the time: some 20 us
+    in one sample of four on an H200.
+    """
+    if device == "cpu":
+        return lambda: None
+    import torch
+
+    return lambda: torch.cuda._sleep(_HOLD_CYCLES)
 
 
 def _current(device: str) -> AbstractContextManager[object]:
@@ -111,8 +125,8 @@ def sample_rounds(
     calls : What to time, by name. Only the call is timed; prepare before.
     num_rounds, samples_per_round, num_warmup : Rounds; consecutive samples of a call in a round; untimed runs of each
         call before the first round.
-    device : ``cpu`` (perf_counter) or a CUDA device (events on the current stream; the launch of a kernel that is
-        shorter than its launch shows up in the time unless ``graph``).
+    device : ``cpu`` (perf_counter) or a CUDA device (events on the current stream, which is held until the call is
+        queued; launches that take the host longer than that show up in the time unless ``graph``).
     l2 : cold: the last-level cache is displaced before each sample, by reading at least twice its size. warm: it is
         not.
     graph : Capture each call as a CUDA graph and time the replay.
@@ -139,7 +153,7 @@ def sample_rounds(
                 call()
         timed = {name: _captured(call) for name, call in calls.items()} if graph else calls
         displace, displaced_bytes = _displacer(device) if l2 == "cold" else (lambda: None, 0)
-        timer = _host_timer if device == "cpu" else _event_timer
+        timer, hold = _host_timer if device == "cpu" else _event_timer, _holder(device)
         names, order, rows = list(calls), random.Random(seed), list[dict[str, Any]]()
         medians: dict[str, list[float]] = {name: [] for name in calls}
 
@@ -151,6 +165,7 @@ def sample_rounds(
             pending = []
             for name in names:
                 for sample in range(samples_per_round):
+                    hold()
                     displace()
                     pending.append((name, sample, timer(timed[name])))
             same = {"round": index, "displaced_bytes": displaced_bytes, "state": monitor() if monitor else None}

@@ -93,19 +93,19 @@ def test_wide_tiles(cuda, heads, q_len, page_size, max_splits):
     """64 and more rows, where the softmax can overlap on Hopper."""
     for context_len in ((20_000,), (0, 1, 127, 4097)):
         shape = AttentionShape(len(context_len), q_len, context_len, *heads, page_size=page_size)
-        check_all(cuda, ["triton_split", "triton_overlapped"], shape, max_splits=max_splits)
+        check_all(cuda, ["triton_split"], shape, max_splits=max_splits)
 
 
 def test_wide_tiles_in_float16(cuda):
     shape = AttentionShape(1, 16, 5000, 64, 8, 128, q_dtype="float16")
-    check_all(cuda, ["triton_split", "triton_overlapped"], shape)
+    check_all(cuda, ["triton_split"], shape)
 
 
 def test_hopper_takes_the_overlapped_kernel(cuda):
     q, cache = make_inputs(AttentionShape(1, 16, 4096, 64, 8, 128), generator=cuda, device="cuda")
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs Hopper")
-    call = prepare(q, cache, backend="triton_overlapped")
+    call = prepare(q, cache, backend="triton_split")
     assert "overlapped" in call.info["resolved_kernel"]
     call()
     split, _ = launched_kernels({"call": call})["call"]

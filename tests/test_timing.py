@@ -250,6 +250,19 @@ def test_a_graph_is_not_slower_than_eager_launches(torch_cuda):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("l2", ["cold", "warm"])
+def test_the_host_s_launch_is_no_part_of_a_sample(torch_cuda, l2):
+    data = torch_cuda.ones(1024, device="cuda")
+
+    def late() -> None:
+        time.sleep(50e-6)
+        data.add_(1)
+
+    rows = sample_rounds({"late": late}, num_rounds=50, device="cuda", l2=l2)
+    assert sorted(row["ms"] for row in rows)[40] < 0.03
+
+
+@pytest.mark.gpu
 def test_event_clock_parts_fit_into_the_step(torch_cuda):
     left = torch_cuda.randn(2048, 2048, device="cuda")
     clock = timing.EventClock()

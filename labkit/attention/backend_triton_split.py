@@ -1,8 +1,8 @@
 """labkit's own verify kernel: K and V are read once, by as many programs as the device runs at a time.
 
 The rule for tiles and splits was chosen from measurements on an H200; `max_splits` of the spec caps the splits as an
-engine's flag does. ``triton_overlapped`` takes the kernel of `gluon_split_kernel` where softmax beside the tensor cores
-pays, and is `triton_split` elsewhere; `resolved_kernel` tells which ran.
+engine's flag does. On Hopper the kernel of `gluon_split_kernel` runs where softmax beside the tensor cores pays;
+`resolved_kernel` tells which ran.
 """
 
 import functools
@@ -18,7 +18,6 @@ from labkit.kv_cache import PagedKVCache
 from labkit.shapes import AttentionShape
 
 NAME = "triton_split"
-VARIANTS: dict[str, dict[str, Any]] = {"triton_overlapped": {"overlap": True}}
 SOURCES = ("triton_launch.py", "triton_split_kernel.py", "triton_tile.py", "gluon_split_kernel.py")
 MIN_CHUNK = 128  # keys per split: below it the merge costs more than the split gains
 MAX_WIDE_SPLITS = 24  # of tiles of 64 rows: their partial results must stay small beside the keys they stand for
@@ -28,15 +27,9 @@ BARRIER_BYTES = 1 << 10  # what the overlapped kernel needs beside its tiles, at
 DEFAULT_SHARED_BYTES = 227 << 10
 
 
-def supports(shape: AttentionShape, device: str, *, overlap: bool = False) -> str:
-    """As `triton_supports`; overlapping needs a Hopper GPU, plain causal 16-bit attention and heads of 128 or 256."""
-    reason = triton_supports(shape, device)
-    if reason or not overlap:
-        return reason
-    capability = torch.cuda.get_device_capability() if device == "cuda" else (0, 0)
-    if not can_overlap(shape, capability, has_gluon()):
-        return "needs Hopper, Gluon, no tree or window, 16-bit q, K and V, and a head_dim of 128 or 256"
-    return ""
+def supports(shape: AttentionShape, device: str) -> str:
+    """As `triton_supports`."""
+    return triton_supports(shape, device)
 
 
 def choose_tile(num_rows: int, head_dim: int, element_size: int, shared_bytes: int) -> tuple[int, int, int, int]:
@@ -148,15 +141,14 @@ def choose_tiling(
     return Tiling(group_size, block_m, block_m, block_n, num_splits, MIN_CHUNK, num_warps, num_stages, overlaps)
 
 
-def prepare(
-    q: Tensor, cache: PagedKVCache, spec: AttentionSpec, *, overlap: bool = False
-) -> tuple[Run, dict[str, Any]]:
+def prepare(q: Tensor, cache: PagedKVCache, spec: AttentionSpec) -> tuple[Run, dict[str, Any]]:
     """All query heads of a KV head times the draft tokens in one tile where they fit, splits to fill the device."""
     shape = shape_of(q, cache, spec)
-    shared_bytes = DEFAULT_SHARED_BYTES
+    shared_bytes, overlaps = DEFAULT_SHARED_BYTES, False
     if q.is_cuda:
         properties = torch.cuda.get_device_properties(q.device)
         shared_bytes = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
-    tiling = choose_tiling(shape, q.element_size(), num_sms(q.device), shared_bytes, overlap, spec.max_splits)
+        overlaps = can_overlap(shape, torch.cuda.get_device_capability(q.device), has_gluon())
+    tiling = choose_tiling(shape, q.element_size(), num_sms(q.device), shared_bytes, overlaps, spec.max_splits)
     call = TritonCall(q, cache, spec, tiling)
     return call, call.info()

@@ -41,7 +41,7 @@ _BACKENDS: dict[str, str | Backend] = {
         "reference": "reference",
         "backend_sdpa": "sdpa per_token",
         "backend_sdpa_masked": "sdpa_masked",
-        "backend_triton_split": "triton_split triton_overlapped",
+        "backend_triton_split": "triton_split",
         "backend_triton_ladder": "triton_nosplit triton_ladder_split triton_ladder_packed triton_ladder_staged "
         "triton_per_token triton_decode8 triton_segmented_2d triton_segmented_3d",
         "backend_flashinfer": "flashinfer_fa2 flashinfer_fa3 flashinfer_auto",
