@@ -22,27 +22,32 @@ _LENGTHS = [f"mean_acceptance_length{end}" for end in ("", "_low", "_high")]
 
 
 def compatibility_table(df: pd.DataFrame) -> pd.DataFrame:
-    """How well each measure of compatibility foretells the acceptance length of a text, a row per drafter and measure.
+    """How well each measure of compatibility foretells the acceptance length, a row per drafter and measure.
 
-    rank_correlation : over texts; its 95% bounds count prompts, as one prompt at several contexts is no new text.
-    fit_error, error_of_mean : root mean square (tokens) of what a line, or the mean length, foretells of a new prompt.
+    A prompt counts once, as the mean over its texts (contexts). rank_correlation : over prompts, with 95% bounds.
+    fit_error, error_of_mean : root mean square (tokens) of what a line, or the mean, through all others foretells.
 
     Raises InputError: no row has top_k_overlap.
     """
-    found: list[dict[str, Any]] = []
+    found, names = [], ["top1_agreement", "top_k_overlap", "top_k_hit"]
     for drafter, texts in _overlapping(df).groupby("drafter"):
-        prompts, lengths = texts.groupby(["workload", "prompt_id"]).ngroup().to_numpy(), texts["measured"].to_numpy()
-        count, ones = len(set(prompts)), np.ones((len(texts), 1))
-        for name in ("top1_agreement", "top_k_overlap", "top_k_hit"):
-            rank = texts[name].rank().corr(texts["measured"].rank())
-            with np.errstate(divide="ignore", invalid="ignore"):  # Fisher's z, with Bonett and Wright's width for ranks
-                low, high = np.tanh(
-                    np.arctanh(rank) + np.array([-1.96, 1.96]) * np.sqrt((1 + rank**2 / 2) / max(count - 3, 0))
-                )
-            row = {"drafter": drafter, "measure": name, "num_prompts": count, "mean": texts[name].mean()}
+        prompts = texts.groupby(["workload", "prompt_id"])[[*names, "measured"]].mean()
+        count, length = len(prompts), prompts["measured"] - prompts["measured"].mean()
+        for name in names:
+            measure = prompts[name] - prompts[name].mean()
+            spread = measure @ measure if prompts[name].nunique() > 1 else np.nan
+            rank = measure.rank().corr(length.rank())
+            with np.errstate(divide="ignore", invalid="ignore"):  # too few prompts
+                half = 1.96 * np.sqrt((1 + rank**2 / 2) / np.float64(max(count - 3, 0)))  # Bonett and Wright 2000
+                low, high = np.tanh(np.arctanh(rank) - half), np.tanh(np.arctanh(rank) + half)
+                leverage = 1 / count + measure**2 / spread
+                unseen = (length - measure * (measure @ length) / spread) / (1 - leverage)
+            row = {"drafter": drafter, "measure": name, "num_prompts": count, "mean": prompts[name].mean()}
             row |= {"rank_correlation": rank, "rank_low": low, "rank_high": high}
-            row["fit_error"] = _unseen_error(np.c_[ones, texts[name]], lengths, prompts)
-            found.append(row | {"error_of_mean": _unseen_error(ones, lengths, prompts)})
+            row["fit_error"] = np.sqrt((unseen**2).mean(skipna=False))
+            found.append(
+                row | {"error_of_mean": np.sqrt(((length / (1 - 1 / count)) ** 2).mean()) if count > 1 else np.nan}
+            )
     return pd.DataFrame(found)
 
 
@@ -72,7 +77,7 @@ def content_table(df: pd.DataFrame, loop: pd.DataFrame) -> pd.DataFrame:
     drafts less on some texts and gains a little besides). Pooled over the contexts that all contents hold.
 
     ratio_low, ratio_high : 95%, from the bounds of both lengths (Zou and Donner 2008). published_order : is the first
-    content ahead, as was printed? real_speedup : of its generations in the newest loop run that has any.
+    content ahead, as was printed? real_speedup : of its generations in the newest loop run that has any, of any k.
 
     Raises InputError: no prose at the contexts of the others.
     """
@@ -104,16 +109,6 @@ def _overlapping(df: pd.DataFrame) -> pd.DataFrame:
     if "top_k_overlap" not in texts or texts["top_k_overlap"].isna().all():
         raise InputError("acceptance rows: want top_k_overlap; these runs are older, or hold only drafters without one")
     return texts.dropna(subset="top_k_overlap").astype({"top_k_overlap": float, "top_k_hit": float})
-
-
-def _unseen_error(inputs: np.ndarray, lengths: np.ndarray, prompts: np.ndarray) -> float:
-    """Root mean square error of least squares, each prompt foretold from all others; NaN for a single prompt."""
-    errors = np.full(len(lengths), np.nan)
-    for out in (prompts == prompt for prompt in set(prompts)):
-        if not out.all():
-            fit = np.linalg.lstsq(inputs[~out], lengths[~out], rcond=None)[0]
-            errors[out] = inputs[out] @ fit - lengths[out]
-    return float(np.sqrt(np.mean(errors**2)))
 
 
 def _real_speedups(loop: pd.DataFrame) -> pd.Series:
