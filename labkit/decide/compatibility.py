@@ -32,21 +32,21 @@ def compatibility_table(df: pd.DataFrame) -> pd.DataFrame:
     found, names = [], ["top1_agreement", "top_k_overlap", "top_k_hit"]
     for drafter, texts in _overlapping(df).groupby("drafter"):
         prompts = texts.groupby(["workload", "prompt_id"])[[*names, "measured"]].mean()
-        count, length = len(prompts), prompts["measured"] - prompts["measured"].mean()
+        count, length = len(prompts), prompts["measured"].to_numpy() - prompts["measured"].mean()
         for name in names:
-            measure = prompts[name] - prompts[name].mean()
+            measure = prompts[name].to_numpy() - prompts[name].mean()
             spread = measure @ measure if prompts[name].nunique() > 1 else np.nan
-            rank = measure.rank().corr(length.rank())
+            rank = prompts[name].rank().corr(prompts["measured"].rank())
             with np.errstate(divide="ignore", invalid="ignore"):  # too few prompts
                 half = 1.96 * np.sqrt((1 + rank**2 / 2) / np.float64(max(count - 3, 0)))  # Bonett and Wright 2000
                 low, high = np.tanh(np.arctanh(rank) - half), np.tanh(np.arctanh(rank) + half)
-                leverage = 1 / count + measure**2 / spread
-                unseen = (length - measure * (measure @ length) / spread) / (1 - leverage)
+                # Residuals over 1 - leverage are those of a fit through all other prompts.
+                by_line = (length - measure * (measure @ length) / spread) / (1 - 1 / count - measure**2 / spread)
+                by_mean = length / (1 - 1 / count)
             row = {"drafter": drafter, "measure": name, "num_prompts": count, "mean": prompts[name].mean()}
             row |= {"rank_correlation": rank, "rank_low": low, "rank_high": high}
-            row["fit_error"] = np.sqrt((unseen**2).mean(skipna=False))
             found.append(
-                row | {"error_of_mean": np.sqrt(((length / (1 - 1 / count)) ** 2).mean()) if count > 1 else np.nan}
+                row | {"fit_error": np.sqrt(np.mean(by_line**2)), "error_of_mean": np.sqrt(np.mean(by_mean**2))}
             )
     return pd.DataFrame(found)
 
@@ -63,7 +63,7 @@ def threshold_table(df: pd.DataFrame) -> pd.DataFrame:
     texts["overlap"] = np.select([overlap > ABOVE, overlap < BELOW], limits, "between")
     by = ["drafter", "overlap"]
     table = acceptance_table(texts, by=by).set_index(by)[["num_prompts", *_LENGTHS]]
-    spread = texts.groupby(by)["measured"].quantile([0.1, 0.9]).unstack().set_axis(["p10", "p90"], axis=1)
+    spread = texts.groupby(by)["measured"].quantile(np.array([0.1, 0.9])).unstack().set_axis(["p10", "p90"], axis=1)
     table = table.join(spread).reindex(pd.MultiIndex.from_product([texts["drafter"].unique(), limits], names=by))
     under, over = table[_LENGTHS[2]] < SPEEDUP, table[_LENGTHS[1]] >= SPEEDUP
     above = table.index.get_level_values("overlap") == limits[0]
@@ -87,20 +87,17 @@ def content_table(df: pd.DataFrame, loop: pd.DataFrame) -> pd.DataFrame:
     rows = rows[rows["context_len_low"].isin(shared)]
     if "prose" not in set(rows["workload"]):
         raise InputError("acceptance rows: want prose at the contexts of the other workloads; none there")
-    lengths = acceptance_table(rows, by=["drafter", "workload"])[["drafter", "workload", *_LENGTHS]]
+    lengths = acceptance_table(rows, by=["drafter", "workload"])
     pairs = lengths.merge(lengths, on="drafter", suffixes=("", "_of")).rename(columns={"workload_of": "against"})
     named = pd.Series(zip(pairs["workload"], pairs["against"], strict=True)).isin(ORDER)
     pairs = pairs[named | (pairs["against"] == "prose") & (pairs["workload"] != "prose")]
-    one, low, high, other, other_low, other_high = np.log(
-        pairs[_LENGTHS + [f"{name}_of" for name in _LENGTHS]]
-    ).T.values
-    table = pairs[["drafter", "workload", "against", _LENGTHS[0]]].assign(
-        ratio=np.exp(one - other),
-        ratio_low=np.exp(one - other - np.hypot(one - low, other_high - other)),
-        ratio_high=np.exp(one - other + np.hypot(high - one, other - other_low)),
-    )
-    order = np.where(named[table.index], _said(table["ratio_low"] > 1, table["ratio_high"] < 1), "")
-    table = table.assign(published_order=order)
+    one, low, high = np.log(pairs[_LENGTHS].to_numpy(float)).T
+    other, other_low, other_high = np.log(pairs[[f"{name}_of" for name in _LENGTHS]].to_numpy(float)).T
+    under, over = np.hypot(one - low, other_high - other), np.hypot(high - one, other - other_low)
+    bounds = dict(zip(("ratio", "ratio_low", "ratio_high"), np.exp(one - other + [0 * one, -under, over]), strict=True))
+    table = pairs[["drafter", "workload", "against", _LENGTHS[0]]].assign(**bounds)
+    said = _said(table["ratio_low"] > 1, table["ratio_high"] < 1)
+    table["published_order"] = np.where(named[table.index], said, "")
     return table.join(_real_speedups(loop), on=["drafter", "workload"]).reset_index(drop=True)
 
 
@@ -117,8 +114,8 @@ def _real_speedups(loop: pd.DataFrame) -> pd.Series:
     steps = steps.assign(tokens=steps["num_accepted_tokens"].fillna(0) + 1)
     sums = steps.groupby(["run_id", "workload", "arm", steps["drafter"].fillna("")])[["tokens", "step_ms"]].sum()
     rates = sums["tokens"] / sums["step_ms"]
-    plain = rates.xs("plain", level="arm").droplevel("drafter") if "plain" in rates.index.unique("arm") else rates[:0]
-    found = rates.drop("plain", level="arm", errors="ignore").droplevel("arm") / plain
+    plain, drafted = (rates[rates.index.get_level_values("arm") == arm] for arm in ("plain", "speculative"))
+    found = drafted.droplevel("arm") / plain.droplevel(["arm", "drafter"])
     return found.dropna().groupby(["drafter", "workload"]).last().rename("real_speedup")
 
 
