@@ -63,6 +63,7 @@ class Draft:
     forced_accepted: acceptance to impose (`accept_forced`), None for a real draft.
     parents: a tree's structure, int64 [batch_size, q_len - 1]: the place of the node that each one continues, which
         stands before it; -1: the last token. Siblings differ. None: a chain. depth: the longest path of a tree.
+    top_ids: [batch_size, num_top_ids], the drafter's most probable tokens right behind the last one, best first.
     """
 
     token_ids: Tensor
@@ -71,6 +72,7 @@ class Draft:
     forced_accepted: list[int] | None = None
     parents: Tensor | None = None
     depth: int = 0
+    top_ids: Tensor | None = None
 
     @classmethod
     def from_lists(cls, tokens: Sequence[Sequence[int]]) -> Draft:
@@ -82,7 +84,8 @@ class Draft:
 class Drafter(Protocol):
     """Proposes up to k tokens per request. Its state follows ``request.token_ids``, which only ever grows.
 
-    One that drafts trees of depth k has an attribute ``num_draft_nodes`` beside.
+    One that drafts trees of depth k has an attribute ``num_draft_nodes`` beside. One with a distribution has
+    ``num_top_ids``, to be set: how many ``top_ids`` its drafts carry; 0 (no cost) unless they are counted.
     """
 
     name: str

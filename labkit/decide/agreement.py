@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from labkit.acceptance import MAX_REPEATED, acceptance_table, counts_from_frame
+from labkit.acceptance import MAX_REPEATED, acceptance_table, counts_from_frame, row_counts
 from labkit.errors import InputError
 from labkit.rows import ok_rows
 
@@ -25,6 +25,15 @@ def matched_rows(df: pd.DataFrame) -> pd.DataFrame:
     return rows
 
 
+def text_table(df: pd.DataFrame) -> pd.DataFrame:
+    """`matched_rows`, one text each, with its top1_agreement and its acceptance length ``measured``."""
+    rows = matched_rows(df).reset_index(drop=True)
+    return rows.assign(
+        top1_agreement=[float((np.asarray(lengths) > 0).mean()) for lengths in rows["match_lengths"]],
+        measured=[row_counts(row).mean_acceptance_length for row in rows.to_dict("records")],
+    )
+
+
 def agreement_table(df: pd.DataFrame) -> pd.DataFrame:
     """How well the share of agreeing tokens foretells the acceptance length, one row per drafter and workload.
 
@@ -33,19 +42,14 @@ def agreement_table(df: pd.DataFrame) -> pd.DataFrame:
     measured : mean_acceptance_length, pooled over steps.
     error : foretold / measured - 1; prompt_error : median of its size over texts; rank_correlation : over texts.
     """
-    rows = matched_rows(df).reset_index(drop=True)
-    texts = rows[["drafter", "workload", "num_speculative_tokens"]].assign(
-        agreeing=[int((np.asarray(lengths) > 0).sum()) for lengths in rows["match_lengths"]],
-        places=[np.size(lengths) for lengths in rows["match_lengths"]],
-        measured=[counts_from_frame(rows.iloc[[i]]).mean_acceptance_length for i in range(len(rows))],
-    )
-    texts["foretold"] = _length(texts["agreeing"] / texts["places"], texts["num_speculative_tokens"])
+    texts = text_table(df)
+    texts["foretold"] = _length(texts["top1_agreement"], texts["num_speculative_tokens"])
     found: list[dict[str, Any]] = []
     by = ["drafter", "workload", "num_speculative_tokens"]
     for key, group in texts.groupby(by):
-        share = group["agreeing"].sum() / group["places"].sum()
+        share = np.average(group["top1_agreement"], weights=group["match_lengths"].map(np.size))
         foretold = float(_length(share, group["num_speculative_tokens"].iloc[0]))
-        measured = counts_from_frame(rows.loc[group.index]).mean_acceptance_length
+        measured = counts_from_frame(group).mean_acceptance_length
         row = dict(zip(by, key, strict=True)) | {"num_texts": len(group), "top1_agreement": share}
         row |= {"foretold": foretold, "measured": measured, "error": foretold / measured - 1}
         row["prompt_error"] = (group["foretold"] / group["measured"] - 1).abs().median()

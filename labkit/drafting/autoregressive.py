@@ -8,6 +8,7 @@ and the target's states at i, so it holds one entry per token that the target ha
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -126,10 +127,12 @@ class AutoregressiveDrafter(HeadDrafter):
                 return self._grow(self.tree, k, cache, states)
             drafts: list[Tensor] = []
             probs: list[Tensor] = []
+            top: Tensor | None = None
             confident = torch.ones(len(requests), dtype=torch.int64, device=states.device)
             lengths = torch.zeros_like(confident)
             for place in range(k):
                 logits = self.head.logits(states[:, -1])
+                top = self._top(logits) if place == 0 else top
                 if self.min_confidence:
                     confident = confident * (logits.softmax(dim=-1).amax(dim=-1) >= self.min_confidence)
                     if not confident.any():
@@ -141,10 +144,9 @@ class AutoregressiveDrafter(HeadDrafter):
                 if place + 1 < k:
                     states = self.head.step(drafts[-1], states[:, -1:], cache, backend=self.backend)
             if not drafts:
-                return Draft.from_lists([[] for _ in requests])
-            return Draft(
-                torch.cat(drafts, dim=1).clone(), lengths.tolist(), torch.stack(probs, dim=1) if probs else None
-            )
+                return replace(Draft.from_lists([[] for _ in requests]), top_ids=top)
+            distribution = torch.stack(probs, dim=1) if probs else None
+            return Draft(torch.cat(drafts, dim=1).clone(), lengths.tolist(), distribution, top_ids=top)
 
     def _grow(self, shape: TreeShape, depth: int, cache: PagedKVCache, root: Tensor) -> Draft:
         """A tree; each level is one pass over all nodes that were grown on, since a mask spans the new tokens only."""
@@ -174,7 +176,7 @@ class AutoregressiveDrafter(HeadDrafter):
             return self.head.logits(outputs).log_softmax(dim=-1)
 
         first = self.head.logits(root[:, -1]).log_softmax(dim=-1)
-        return grow_tree(shape, depth, first, expand, self.head.token_ids)
+        return replace(grow_tree(shape, depth, first, expand, self.head.token_ids), top_ids=self._top(first))
 
     def _extend(self, requests: Sequence[Request]) -> tuple[PagedKVCache, Tensor]:
         """Feed the tokens verified since; the cache's view and the last entries' states ``[.., 1, hidden]``."""

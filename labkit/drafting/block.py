@@ -7,6 +7,7 @@ and k masks through the target's embedding, and the rows of the masks go through
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -91,15 +92,16 @@ class BlockDrafter(HeadDrafter):
             return Draft.from_lists([[] for _ in requests])
         with torch.inference_mode():
             logits = self._logits(requests)[:, :k]
+            top = self._top(logits[:, 0])
             if self.tree is not None:
                 places = iter(logits[:, 1:].log_softmax(dim=-1).split(1, dim=1))
                 first = logits[:, 0].log_softmax(dim=-1)
                 expand = lambda level, _: next(places).expand(-1, level.shape[1], -1)  # noqa: E731
-                return grow_tree(self.tree, k, first, expand, self.head.token_ids)
+                return replace(grow_tree(self.tree, k, first, expand, self.head.token_ids), top_ids=top)
             confidence = logits.softmax(dim=-1).amax(dim=-1)
             lengths = (confidence >= self.min_confidence).long().cumprod(dim=1).sum(dim=1)
             tokens, probs = self._choose(logits)
-            return Draft(tokens.clone(), lengths.tolist(), None if probs is None else probs.clone())
+            return Draft(tokens.clone(), lengths.tolist(), None if probs is None else probs.clone(), top_ids=top)
 
     def _logits(self, requests: Sequence[Request]) -> Tensor:
         """Cache the states of the tokens that were verified since, then run the block."""

@@ -78,6 +78,7 @@ class HeadDrafter(ABC):
         self.name, self.head, self.target, self.backend = head.name, head, target, backend or self._backend
         self.temperature, self.min_confidence, self.generator = temperature, min_confidence, generator
         self.tree, self.num_draft_nodes = tree, tree and tree.num_draft_nodes
+        self.num_top_ids = 0
 
     @classmethod
     def from_folder(cls, folder: str | Path, target: ModelTarget, **options: Any) -> Self:
@@ -108,6 +109,10 @@ class HeadDrafter(ABC):
         ids, vocab_size = self.head.token_ids, self.head.target.shape.vocab_size
         return choose(logits, self.temperature, self.generator, token_ids=ids, vocab_size=vocab_size)
 
+    def _top(self, logits: Tensor) -> Tensor | None:
+        """As `top_ids`, in the target's vocabulary."""
+        return top_ids(logits, self.num_top_ids, self.head.token_ids)
+
 
 def choose(
     logits: Tensor,
@@ -131,3 +136,11 @@ def choose(
         probs = probs.new_zeros(*probs.shape[:-1], vocab_size).index_copy_(-1, token_ids, probs)
     drawn = torch.multinomial(probs.flatten(0, -2), 1, generator=generator)
     return drawn.view(probs.shape[:-1]), probs
+
+
+def top_ids(logits: Tensor, count: int, token_ids: Tensor | None = None) -> Tensor | None:
+    """The ``count`` best tokens ``[batch_size, count]`` of ``[batch_size, draft vocabulary]``; None for 0 of them."""
+    if not count:
+        return None
+    best = logits.topk(min(count, logits.shape[-1]), dim=-1).indices
+    return best if token_ids is None else token_ids[best]

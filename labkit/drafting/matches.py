@@ -7,7 +7,7 @@ drafts ended. So one pass that drafts at each output position is enough: a run w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from labkit.speculation import Drafter, Generation, Request, Step
 
@@ -17,12 +17,14 @@ class Matches:
     """Drafts behind each output token but the last, for one prompt.
 
     drafted, matched : tokens proposed there (of a tree: its depth), and how many the text goes on with.
+    top_ids : the drafter's most probable tokens there, where its drafts carry them.
     """
 
     num_prompt_tokens: int
     num_output_tokens: int
     drafted: list[int]
     matched: list[int]
+    top_ids: list[list[int]] = field(default_factory=list)
 
 
 def record_matches(drafter: Drafter, texts: Sequence[Generation], k: int) -> list[Matches]:
@@ -39,6 +41,7 @@ def record_matches(drafter: Drafter, texts: Sequence[Generation], k: int) -> lis
     while active := [request for request in requests if len(texts[request.index].output_ids) > place]:
         draft = drafter.propose(active, k)
         parents = None if draft.parents is None else draft.parents.tolist()
+        top_ids = [[]] * len(active) if draft.top_ids is None else draft.top_ids.tolist()
         for row, (request, tokens) in enumerate(zip(active, draft.token_ids.tolist(), strict=True)):
             rest = texts[request.index].output_ids[place:]
             if parents is None:
@@ -48,6 +51,7 @@ def record_matches(drafter: Drafter, texts: Sequence[Generation], k: int) -> lis
                 length, kept = draft.depth, _longest_path(tokens, parents[row], rest)
             found[request.index].drafted.append(length)
             found[request.index].matched.append(kept)
+            found[request.index].top_ids.append(top_ids[row])
             request.token_ids.append(rest[0])
         place += 1
     return found

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from labkit.drafting.head import choose
+from labkit.drafting.head import choose, top_ids
 from labkit.speculation import Draft, Request
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class ModelDrafter:
     ):
         self.name = decoder.name
         self.decoder, self.backend, self.max_context_len = decoder, backend, max_context_len
-        self.temperature, self.generator = temperature, generator
+        self.temperature, self.generator, self.num_top_ids = temperature, generator, 0
 
     def start(self, requests: Sequence[Request]) -> None:
         """Prefill all but the last token of each request."""
@@ -54,8 +54,10 @@ class ModelDrafter:
         tokens = torch.tensor([[request.token_ids[-1]] for request in requests], device=self.decoder.device)
         drafts: list[Tensor] = []
         probs: list[Tensor] = []
-        for _ in range(k):
+        top: Tensor | None = None
+        for place in range(k):
             logits = self.decoder.forward(tokens, cache, backend=self.backend, logits="last")[:, -1]
+            top = top_ids(logits, self.num_top_ids) if place == 0 else top
             token, prob = choose(logits, self.temperature, self.generator)
             tokens = token[:, None]
             drafts.append(tokens)
@@ -63,7 +65,7 @@ class ModelDrafter:
         token_ids = torch.cat(drafts, dim=1)
         for row, request, drafted in zip(rows, requests, token_ids.tolist(), strict=True):
             self._cached[row] = [*request.token_ids, *drafted[:-1]]
-        return Draft(token_ids, [k] * len(requests), torch.stack(probs, dim=1) if probs else None)
+        return Draft(token_ids, [k] * len(requests), torch.stack(probs, dim=1) if probs else None, top_ids=top)
 
     def _catch_up(self, request: Request, num_tokens: int) -> None:
         """Roll the cache back to what the request kept, then feed what it lacks up to ``num_tokens``."""

@@ -146,14 +146,19 @@ _Counted = dict[tuple[str, int], list[dict[str, Any]]]  # (drafter, k) -> a row 
 
 def _count_greedy(arms: list[dict[str, Any]], target: ModelTarget, prompts: list[list[int]]) -> _Counted:
     from labkit.drafting.matches import record_matches, simulate
+    from labkit.drafting.overlap import TOP_K, TopTokens, overlap_columns
 
     first, found = arms[0], {}
+    target_top = TopTokens(_rule(first))
     largest = max(arm["num_speculative_tokens"] for arm in arms)
-    made = _generate(first | {"num_speculative_tokens": largest}, target, prompts)
+    made = _generate(first | {"num_speculative_tokens": largest}, target, prompts, target_top)
+    best = target_top.of(made)
     for name in dict.fromkeys(arm["drafter"] for arm in arms):
         here = next(arm for arm in arms if arm["drafter"] == name)
         ks = sorted({arm["num_speculative_tokens"] for arm in arms if arm["drafter"] == name}, reverse=True)
         drafter = draft_with(here, target)
+        if hasattr(drafter, "num_top_ids"):
+            drafter.num_top_ids = TOP_K
         nodes = getattr(drafter, "num_draft_nodes", None)
         for k in ks:
             if k == ks[0] or nodes:  # a tree spreads its nodes over its depth: each k is another one
@@ -163,7 +168,10 @@ def _count_greedy(arms: list[dict[str, Any]], target: ModelTarget, prompts: list
                 for generation, match in zip(made, matches, strict=True)
             ]
             if k == ks[0]:
-                rows = [row | {"match_lengths": match.matched} for row, match in zip(rows, matches, strict=True)]
+                rows = [
+                    row | {"match_lengths": match.matched} | overlap_columns(match, text, top)
+                    for row, match, text, top in zip(rows, matches, made, best, strict=True)
+                ]
             found[name, k] = rows
     return found
 
@@ -173,7 +181,7 @@ def _count_sampled(arms: list[dict[str, Any]], target: ModelTarget, prompts: lis
     for arm in arms:
         key = (arm["drafter"], arm["num_speculative_tokens"])
         if key not in found:
-            made = _generate(arm, target, prompts)
+            made = _generate(arm, target, prompts, _rule(arm))
             found[key] = [_row(arm, key[1], generation, generation.steps) for generation in made]
     return found
 
@@ -232,12 +240,14 @@ def _kept_targets(target: str, dtype: str, backend: str, workload: str) -> dict[
     return {}
 
 
-def _generate(point: dict[str, Any], target: ModelTarget, prompts: list[list[int]]) -> list[Generation]:
+def _generate(
+    point: dict[str, Any], target: ModelTarget, prompts: list[list[int]], accept: AcceptRule
+) -> list[Generation]:
     from labkit.speculation import speculate
 
     stops = common.tokenizer(places.model_source(point)).stop_token_ids
     limits = {name: point[name] for name in ("num_speculative_tokens", "max_new_tokens")}
-    options = limits | {"accept": _rule(point), "stop_token_ids": stops}
+    options = limits | {"accept": accept, "stop_token_ids": stops}
     return speculate(target, draft_with(point, target), prompts, **options)
 
 
@@ -279,6 +289,8 @@ def _row(point: dict[str, Any], k: int, generation: Generation, steps: Sequence[
         "kv_dtype": point["weight_dtype"],
         "repeated_ngram_share": workloads.repeated_ngram_share(generation.output_ids),
         "match_lengths": None,
+        "top_k_overlap": None,
+        "top_k_hit": None,
         "output_ids": generation.output_ids,
     }
 
