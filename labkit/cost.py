@@ -72,6 +72,12 @@ def forward_flops(model: ModelShape, *, batch_size: int, q_len: int, context_len
     return 2 * weights * batch_size * q_len + model.num_attention_layers * attention_flops(shape)
 
 
+def prefill_flops(model: ModelShape, batch_size: int, num_tokens: int) -> int:
+    """As `forward_flops` of whole prompts from an empty cache, with the logits of each last token only."""
+    every = forward_flops(model, batch_size=batch_size, q_len=num_tokens, context_len=0)
+    return every - 2 * model.vocab_size * model.hidden_size * batch_size * (num_tokens - 1)
+
+
 def forward_bytes(model: ModelShape, *, weight_dtype: str, **call: Any) -> int:
     """Bytes that one forward reads at least: the weights once for the whole batch, and `attention_bytes` per layer.
 

@@ -9,7 +9,7 @@ from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from labkit.cost import attention_shape
-from labkit.errors import WrongResult
+from labkit.errors import Unsupported, WrongResult
 from labkit.experiments import common, places
 from labkit.shapes import MAX_Q_LEN, AttentionShape, ModelShape
 
@@ -19,12 +19,14 @@ if TYPE_CHECKING:
 
 _MAX_ERROR = 0.1  # of the logits between attention backends, after tens of layers in 16 bits
 _PAGE_SIZE = 16
-_WORKSPACE_BYTES = 6 << 30  # scratch of the backends, of the oracle and of drawing the weights
+PREFILL_CHUNK = 8192  # tokens of a prompt in one pass
+_CHECKED_ROWS = 1024  # query tokens of a prefill that are compared with the oracle, which holds float64 logits
+_WORKSPACE_BYTES = 6 << 30  # scratch of the backends, the oracle, a prefill's chunk, drawing the weights
 
 
 def shape_of(point: dict[str, Any]) -> ModelShape:
-    """The model of a forward: the target, or a drafter of one full-attention layer with the target's output head."""
-    shape = common.target_shape(point["target"])
+    """One device's share of a forward's model: the target, or one full-attention layer and the target's output head."""
+    shape = common.target_shape(places.model_source(point)).share_of(point["num_gpus"])
     if point["drafter"] != "none":
         shape = replace(shape, name=f"{shape.name}, one layer", num_layers=1, full_attention_interval=1)
     return shape
@@ -34,19 +36,19 @@ def memory_bytes(point: dict[str, Any]) -> float:
     """Weights, cache, states and logits of a forward of this point; what a backend needs for itself is not counted."""
     shape, kv_dtype = shape_of(point), kv_dtype_of(point)
     own = point["context_len"] - point["shared_prefix_len"]
-    tokens = point["shared_prefix_len"] + point["batch_size"] * (own + MAX_Q_LEN)
+    tokens = point["shared_prefix_len"] + point["batch_size"] * (own + max(point["q_len"], MAX_Q_LEN))
     cache = tokens * shape.kv_bytes_per_token(kv_dtype)
-    states = point["batch_size"] * point["q_len"] * shape.delta_state_bytes
-    rows = point["batch_size"] * point["q_len"]
+    rows = point["batch_size"] * (1 if point["phase"] == "prefill" else point["q_len"])  # with logits and states
+    states = rows * shape.delta_state_bytes
     return shape.weight_bytes(point["weight_dtype"]) + cache + states + 8 * rows * shape.vocab_size
 
 
-def _activation_dtype(point: dict[str, Any]) -> str:
+def activation_dtype(point: dict[str, Any]) -> str:
     return "bfloat16" if point["weight_dtype"] == "float8_e4m3fn" else point["weight_dtype"]
 
 
 def kv_dtype_of(point: dict[str, Any]) -> str:
-    return _activation_dtype(point) if point["kv_dtype"] == "as activations" else point["kv_dtype"]
+    return activation_dtype(point) if point["kv_dtype"] == "as activations" else point["kv_dtype"]
 
 
 def check_memory(points: list[dict[str, Any]], device: str) -> None:
@@ -67,12 +69,12 @@ def check_memory(points: list[dict[str, Any]], device: str) -> None:
         raise MemoryError(f"needs {needed / 1e9:.1f} GB, the device has {total / 1e9:.1f} GB; computed, not tried")
 
 
-def _model_key(point: dict[str, Any]) -> tuple[str, str]:
-    return places.model_source(point), point["weight_dtype"]
+def _model_key(point: dict[str, Any]) -> tuple[str, str, int]:
+    return places.model_source(point), point["weight_dtype"], point["num_gpus"]
 
 
 @lru_cache(maxsize=1)
-def _models(source: str, weight_dtype: str) -> dict[str, Decoder]:
+def _models(source: str, weight_dtype: str, num_gpus: int) -> dict[str, Decoder]:
     """Decoders of the present target by drafter, filled by `_decoder`; the worker keeps them from cell to cell."""
     return {}
 
@@ -85,14 +87,17 @@ def _decoder(point: dict[str, Any], device: str) -> Decoder:
         source: Any = shape_of(point) if common.is_random(point["target"]) else places.model_source(point)
         options = {"linear_backend": "torch.linear"} if point["launch_mode"] == "graph" else {}
         held[point["drafter"]] = load_model(
-            source, dtype=_activation_dtype(point), device=device, seed=point["seed"],
+            source, dtype=activation_dtype(point), device=device, seed=point["seed"],
             float8=point["weight_dtype"] == "float8_e4m3fn", **options,
         )  # fmt: skip
     return held[point["drafter"]]
 
 
 class Forwards:
-    """The forwards of one model over one filled cache, each compared with the first before it may be timed."""
+    """The forwards of one model over one filled cache, each compared with the first before it may be timed.
+
+    Raises Unsupported: prefill of a hybrid.
+    """
 
     def __init__(self, points: list[dict[str, Any]], device: str):
         import torch
@@ -101,11 +106,14 @@ class Forwards:
 
         first, self._device = points[0], device
         self.decoder = _decoder(first, device)
+        shape = self.decoder.shape
+        if first["phase"] == "prefill" and (shape.num_delta_layers or shape.output_gate):
+            raise Unsupported(f"{shape.name}: no prefill of a hybrid; its layers run as captured forwards only")
         generator = torch.Generator(device).manual_seed(first["seed"])
         longest = max(point["q_len"] for point in points)
         self._cache: PagedKVCache = self.decoder.new_cache(
             first["batch_size"], first["context_len"] + longest, kv_dtype=kv_dtype_of(first), page_size=_PAGE_SIZE,
-            page_order="permuted" if device != "cpu" else "sequential", generator=generator,
+            page_order=_page_order(first, device), generator=generator,
         )  # fmt: skip
         if first["shared_prefix_len"]:
             self._cache.share_prefix(first["shared_prefix_len"])
@@ -113,7 +121,6 @@ class Forwards:
         self._tokens = torch.randint(
             self.decoder.shape.vocab_size, (first["batch_size"], longest), generator=generator, device=device
         )
-        shape = self.decoder.shape
         self._states = None
         if shape.num_delta_layers:
             self._states = DeltaState(shape, first["batch_size"], longest, self.decoder.activation_dtype, device)
@@ -122,6 +129,8 @@ class Forwards:
     def make(self, point: dict[str, Any]) -> Callable[[], object]:
         """A call that runs the forward; the cache's lengths stay as they are."""
         _check_attention(point, self.decoder.shape, self._device)
+        if point["phase"] == "prefill":
+            return self._prefill(point)
         return self._eager(point) if point["launch_mode"] == "eager" else self._captured(point)
 
     def _eager(self, point: dict[str, Any]) -> Callable[[], object]:
@@ -133,6 +142,25 @@ class Forwards:
             return logits.argmax(-1), logits
 
         self._compare(point, call()[1])
+        return call
+
+    def _prefill(self, point: dict[str, Any]) -> Callable[[], object]:
+        """The prompts one after the other, in chunks, into the empty cache; the logits of each last token only."""
+        import torch
+
+        prompts = self._tokens.tolist()
+
+        def call() -> Any:
+            self._cache.truncate(0)
+            last = [
+                self.decoder.prefill(prompt, self._cache, r, backend=point["backend"], chunk=PREFILL_CHUNK)
+                for r, prompt in enumerate(prompts)
+            ]
+            self._cache.truncate(0)
+            logits = torch.stack(last)
+            return logits.argmax(-1), logits
+
+        self._compare(point, call()[1][:, None])
         return call
 
     def _captured(self, point: dict[str, Any]) -> Callable[[], object]:
@@ -164,8 +192,21 @@ class Forwards:
 
 
 def _check_attention(point: dict[str, Any], shape: ModelShape, device: str) -> None:
-    """The backend against the oracle at the shape about to be timed, one request; raises what is wrong."""
-    _check_once(point["backend"], call_shape(point, shape, batch_size=1), device)
+    """The backend against the oracle at the shape about to be timed, one request; raises what is wrong.
+
+    Of a prefill the last tokens are checked, as many as the oracle's logits leave room for.
+    """
+    call, is_prefill = call_shape(point, shape, batch_size=1), point["phase"] == "prefill"
+    if is_prefill:
+        q_len = min(call.q_len, _CHECKED_ROWS)
+        call = replace(call, q_len=q_len, context_len=call.q_len - q_len)
+    # The flash kernel of PyTorch has no lse, which only splits and cascades need.
+    _check_once(point["backend"], call, device, _page_order(point, device), return_lse=not is_prefill)
+
+
+def _page_order(point: dict[str, Any], device: str) -> str:
+    """Pages of a long-lived cache lie anywhere; those of the empty one that a prompt fills follow each other."""
+    return "sequential" if device == "cpu" or point["phase"] == "prefill" else "permuted"
 
 
 def call_shape(point: dict[str, Any], model: ModelShape, batch_size: int) -> AttentionShape:
@@ -175,10 +216,11 @@ def call_shape(point: dict[str, Any], model: ModelShape, batch_size: int) -> Att
 
 
 @cache
-def _check_once(backend: str, shape: AttentionShape, device: str) -> None:
+def _check_once(backend: str, shape: AttentionShape, device: str, page_order: str, return_lse: bool) -> None:
     import torch
 
+    from labkit.attention.api import AttentionSpec
     from labkit.attention.inputs import verify_backend
 
-    order = "permuted" if device != "cpu" else "sequential"
-    verify_backend(backend, shape, generator=torch.Generator(device).manual_seed(0), device=device, page_order=order)
+    generator, spec = torch.Generator(device).manual_seed(0), AttentionSpec(return_lse=return_lse)
+    verify_backend(backend, shape, generator=generator, device=device, page_order=page_order, spec=spec)

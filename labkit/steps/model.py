@@ -160,8 +160,14 @@ def _fit(key: dict[str, Any], points: pd.DataFrame, sidecars: Sidecars, resample
     modelled = np.column_stack([columns[name] for name in [*own, *shared]]) @ coefficients[:, 0]
     points = points.assign(modelled_ms=modelled, residual=np.log(measured / modelled))
     terms = _terms([*own, *shared], coefficients, path)
-    findings = (*_violations(terms, points, facts, path), *_jumps(points))
+    findings = (*_silent(key, communication), *_violations(terms, points, facts, path), *_jumps(points))
     return StepModel(key, path, ridge, terms, points.drop(columns="rounds"), findings, coefficients[:, 1:], facts)
+
+
+def _silent(key: dict[str, Any], communication: np.ndarray) -> list[str]:
+    if pd.isna(key["num_gpus"]) or key["num_gpus"] == 1 or (communication > 0).all():
+        return []
+    return [f"communication between {key['num_gpus']:g} devices was not measured and is not in these times"]
 
 
 def _resampled(points: pd.DataFrame, resamples: int, seed: int) -> np.ndarray:
@@ -233,7 +239,7 @@ def model_table(models: Sequence[StepModel]) -> pd.DataFrame:
     """The terms of all models, one row each, with the attention path, worst residual and findings of the model."""
     tables = []
     for model in models:
-        about = {"target": model.key["target"], "backend": model.key["backend"]}
+        about = {name: model.key[name] for name in ("target", "backend", "num_gpus")}
         about |= {name: model.key[name] for name in DTYPES if name in model.key}
         worst = float(np.expm1(model.points["residual"].abs().max()))
         about |= {"attention_path": model.kv_path, "worst_residual": worst, "findings": "; ".join(model.findings)}
