@@ -177,14 +177,11 @@ class ModelShape:
 
         Raises InputError: the heads or the MLP do not divide.
         """
-        sizes = {name: getattr(self, name) for name in _DIVIDED}
-        if odd := {name: size for name, size in sizes.items() if size % num_gpus}:
-            got = ", ".join(f"{name} {size}" for name, size in odd.items())
-            raise InputError(
-                f"num_gpus: wanted a divisor of the heads and the MLP of {self.name} ({got}), got {num_gpus}"
-            )
-        shares = {name: size // num_gpus for name, size in sizes.items()}
-        return replace(self, **shares, vocab_size=-(-self.vocab_size // num_gpus))
+        sizes: dict[str, int] = {name: getattr(self, name) for name in _DIVIDED}
+        if odd := [f"{name} {size}" for name, size in sizes.items() if size % num_gpus]:
+            raise InputError(f"num_gpus: wanted a divisor of {', '.join(odd)} of {self.name}, got {num_gpus}")
+        sizes = {name: size // num_gpus for name, size in sizes.items()}
+        return replace(self, **sizes, vocab_size=-(-self.vocab_size // num_gpus))
 
     @property
     def num_attention_layers(self) -> int:

@@ -89,14 +89,16 @@ def _captured(call: Callable[[], object]) -> Callable[[], object]:
     return graph.replay
 
 
-def _host_timer(call: Callable[[], object]) -> Callable[[], float]:
+def host_timer(call: Callable[[], object]) -> Callable[[], float]:
+    """Run a call that has ended when it returns; what comes back tells its ms."""
     begin = time.perf_counter_ns()
     call()
     elapsed = time.perf_counter_ns() - begin
     return lambda: elapsed / 1e6
 
 
-def _event_timer(call: Callable[[], object]) -> Callable[[], float]:
+def event_timer(call: Callable[[], object]) -> Callable[[], float]:
+    """Queue a call between two CUDA events; what comes back tells its ms once the device is done."""
     import torch
 
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -153,7 +155,7 @@ def sample_rounds(
                 call()
         timed = {name: _captured(call) for name, call in calls.items()} if graph else calls
         displace, displaced_bytes = _displacer(device) if l2 == "cold" else (lambda: None, 0)
-        timer, hold = _host_timer if device == "cpu" else _event_timer, _holder(device)
+        timer, hold = host_timer if device == "cpu" else event_timer, _holder(device)
         names, order, rows = list(calls), random.Random(seed), list[dict[str, Any]]()
         medians: dict[str, list[float]] = {name: [] for name in calls}
 

@@ -86,11 +86,8 @@ def request_table(
 
 
 def _prefill(rows: pd.DataFrame, cell: dict[Any, Any], *, drafter: bool) -> float:
-    """Prefill time of the target or the cell's drafter at a prompt of context_len tokens; NaN: not measured.
-
-    Of step rows the median of the fastest backend, of loop rows the median.
-    """
-    alike = ["target", "batch_size", *(n for n in ("gpu", "weight_dtype", "kv_dtype") if n in rows and cell.get(n))]
+    """Median prefill time of the target or the cell's drafter at a prompt of context_len tokens; NaN: not measured."""
+    alike = [n for n in ("target", "batch_size", "gpu", "weight_dtype", "kv_dtype") if n in rows and pd.notna(cell[n])]
     here = (rows[alike] == [cell[name] for name in alike]).all(axis=1)
     if "phase" in rows and (rows["phase"] == "prefill").any():
         if drafter and cell["drafter"] == FREE:

@@ -61,14 +61,9 @@ PRESETS["full"] = PRESETS["gpu"] | {
 }
 _THREE = ["triton_split", "fa3", "triton_nosplit"]
 _LLAMA: common.Axes = {"target": ["random:llama-3-8b"], "drafter": ["none"]}
+_PREFILL = _LLAMA | {"phase": ["prefill"], "context_len": [2048, 16384, 131072]}
 # Seconds a forward: few rounds, and never again.
-_PREFILL = _LLAMA | {
-    "phase": ["prefill"],
-    "backend": ["flashinfer_fa2", "fa3", "sdpa_flash"],
-    "context_len": [2048, 16384, 131072],
-    "num_rounds": [3],
-    "max_repeats": [1],
-}
+_PREFILL |= {"backend": ["flashinfer_fa2", "fa3", "sdpa_flash"], "num_rounds": [3], "max_repeats": [1]}
 _MORE_GRIDS: dict[str, list[common.Axes]] = {
     "full": [
         _LLAMA | {"context_len": _CONTEXTS[:3], "q_len": [1, 2, 4, 6, 8, 12, 16]},
@@ -109,11 +104,9 @@ PRESETS["ci"] = PRESETS["cpu"] | {
     "max_repeats": [1],
 }
 
+_WARM = ("shared_prefix_len", "launch_mode")  # of forwards over a filled cache
 _FIXED = ("num_rounds", *common.REPEATS, "seed", "energy_s")
-_CELL = (
-    *("target", "num_gpus", "weight_dtype", "kv_dtype", "batch_size", "context_len"),
-    *("shared_prefix_len", "launch_mode"),
-)
+_CELL = ("target", "num_gpus", "weight_dtype", "kv_dtype", "batch_size", "context_len", *_WARM)
 _DRAFTERS = ("none", "one layer")
 _WEIGHT_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
 _KV_DTYPES = ("as activations", "float8_e4m3fn")
@@ -138,8 +131,8 @@ def points(preset: str, **axes: Sequence[Any]) -> list[dict[str, Any]]:
 def _points_of_grid(grid: common.Axes, prefix: str) -> list[dict[str, Any]]:
     common.check_backends("backend", grid["backend"])
     known = {"drafter": _DRAFTERS, "weight_dtype": _WEIGHT_DTYPES, "kv_dtype": _KV_DTYPES}
-    known |= {"launch_mode": ("graph", "eager"), "phase": (*_FORWARDS, "prefill")}
-    for axis, names in known.items():
+    known |= {"phase": (*_FORWARDS, "prefill")}
+    for axis, names in (known | {"launch_mode": ("graph", "eager")}).items():
         common.check_names(axis, grid[axis], names)
     common.check_lengths(grid)
     for target in grid["target"]:
@@ -167,7 +160,7 @@ def _points_of_grid(grid: common.Axes, prefix: str) -> list[dict[str, Any]]:
 
 def _prefills(grid: common.Axes, prefix: str, fixed: dict[str, Any]) -> list[dict[str, Any]]:
     """The prefills of a grid: no prefix is shared, and kernels are launched one by one, whatever the grid says."""
-    found, axes = [], _CELL[:-2]
+    found, axes = list[dict[str, Any]](), _CELL[: -len(_WARM)]
     fixed = fixed | {"phase": "prefill", "shared_prefix_len": 0, "launch_mode": "eager"}
     for values in product(*(grid[name] for name in axes)):
         cell = fixed | dict(zip(axes, values, strict=True)) | {"group": f"{prefix}prefill/{'/'.join(map(str, values))}"}
@@ -224,7 +217,7 @@ def measure(cell: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception
             fact | {n: sample[n] for n in ("round", "sample", "state")} | {"forward_ms": sample["ms"]} for sample in own
         ]
         limits.mark(rows, "forward_ms")
-        communication[int(name)].add_to(rows)
+        step_communication.add_to(rows, *communication[int(name)])
         results[int(name)] = rows
     return results
 

@@ -1,6 +1,6 @@
 """The all-reduces of a forward whose heads are divided among devices, measured with one process per device.
 
-``python -m labkit.experiments.step_communication SPEC`` is one of these processes; `of_cell` starts them.
+``python -m labkit.experiments.step_communication SPEC`` is one of these processes; `chain_ms` starts them.
 """
 
 from __future__ import annotations
@@ -12,67 +12,50 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from labkit.experiments.step_forwards import activation_dtype, shape_of
-from labkit.worker import one_line
+from labkit.provenance import redact
+from labkit.timing import event_timer, host_timer
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-PER_LAYER = 2  # behind attention's output projection, and behind the MLP
-_ROUNDS = 21
-_TIMEOUT_S = 180.0  # importing torch in every process, and NCCL's first connection
-_PEER_TIMEOUT = timedelta(seconds=60)
+Chain = tuple[int, int, int]  # rows and hidden size of a sum, and how many of these sums a forward has
+_PER_LAYER = 2  # behind attention's output projection, and behind the MLP
+_ROUNDS, _TIMEOUT_S = 21, 180.0  # in it every process imports torch, and NCCL connects
 
 
-class Chain(NamedTuple):
-    """The all-reduces of one forward: so many in a row, each of ``[num_rows, hidden_size]``."""
-
-    num_rows: int
-    hidden_size: int
-    count: int
-
-
-class Communication(NamedTuple):
-    """Milliseconds of a forward's all-reduces; None: not measured, and why."""
-
-    ms: float | None
-    reason: str
-
-    def add_to(self, rows: list[dict[str, Any]]) -> None:
-        """Set communication_ms, which forward_ms then holds too; or say in quality that it is missing."""
-        for row in rows:
-            if self.ms is not None:
-                row |= {"communication_ms": self.ms, "forward_ms": row["forward_ms"] + self.ms}
-            elif self.reason:
-                note = f"communication not measured ({self.reason})"
-                row["quality"] = note if row["quality"] in (None, "ok") else f"{row['quality']}; {note}"
-
-
-def of_cell(cell: list[dict[str, Any]], device: str) -> list[Communication]:
-    """The all-reduces of every forward of a cell, whose number of devices is the same."""
+def of_cell(cell: Sequence[dict[str, Any]], device: str) -> list[tuple[float | None, str]]:
+    """Milliseconds of each forward's all-reduces, or None and why they were not measured ("" on one device)."""
     num_gpus = cell[0]["num_gpus"]
-    if num_gpus == 1:
-        return [Communication(None, "")] * len(cell)
-    if cell[0]["phase"] == "prefill":
-        return [Communication(None, "of a prefill")] * len(cell)
-    chains = []
-    for point in cell:
-        shape = shape_of(point)
-        chains.append(Chain(point["batch_size"] * point["q_len"], shape.hidden_size, PER_LAYER * shape.num_layers))
+    if num_gpus == 1 or cell[0]["phase"] == "prefill":
+        return [(None, "" if num_gpus == 1 else "prefill")] * len(cell)
+    rows, shapes = [point["batch_size"] * point["q_len"] for point in cell], [shape_of(point) for point in cell]
+    chains = [(n, shape.hidden_size, _PER_LAYER * shape.num_layers) for n, shape in zip(rows, shapes, strict=True)]
     times, reason = chain_ms(num_gpus, device, activation_dtype(cell[0]), tuple(sorted(set(chains))))
-    return [Communication(times.get(chain), reason) for chain in chains]
+    return [(times.get(chain), reason) for chain in chains]
+
+
+def add_to(rows: list[dict[str, Any]], ms: float | None, reason: str) -> None:
+    """Set communication_ms, which forward_ms then holds too; or say in quality that it is missing."""
+    for row in rows:
+        if ms is not None:
+            row |= {"communication_ms": ms, "forward_ms": row["forward_ms"] + ms}
+        elif reason:
+            note = f"communication not measured ({reason})"
+            row["quality"] = note if row["quality"] == "ok" else f"{row['quality']}; {note}"
 
 
 @cache
 def chain_ms(num_gpus: int, device: str, dtype: str, chains: tuple[Chain, ...]) -> tuple[dict[Chain, float], str]:
     """Median time of each chain in ms over `num_gpus` processes, NCCL on ``cuda`` and Gloo on ``cpu``.
 
-    Returns no times, and why, where fewer devices are visible or a process failed.
+    The processes get this one's environment. Returns no times, and why, where fewer devices are visible or one failed.
     """
     if device != "cpu":
         import torch
@@ -81,68 +64,51 @@ def chain_ms(num_gpus: int, device: str, dtype: str, chains: tuple[Chain, ...]) 
             return {}, f"{visible} of {num_gpus} devices visible"
     with tempfile.TemporaryDirectory() as folder:
         spec = {"num_gpus": num_gpus, "device": device, "dtype": dtype, "chains": chains, "folder": folder}
+        logs = [Path(folder) / f"{rank}.txt" for rank in range(num_gpus)]
+        processes, codes, deadline = list[subprocess.Popen[bytes]](), [], time.monotonic() + _TIMEOUT_S
         try:
-            _run_ranks(num_gpus, spec, Path(folder))
-            times = json.loads((Path(folder) / "times.json").read_text())
-        except (OSError, RuntimeError, ValueError) as error:
-            return {}, one_line(error)
-    return dict(zip(chains, times, strict=True)), ""
+            for rank, path in enumerate(logs):
+                command = [sys.executable, "-m", __name__, json.dumps(spec | {"rank": rank})]
+                with path.open("wb") as log:
+                    processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
+            while None in (codes := [process.poll() for process in processes]) and not any(codes):
+                if time.monotonic() > deadline:
+                    return {}, f"no result within {_TIMEOUT_S:g} s"
+                time.sleep(0.05)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        if failed := [rank for rank, code in enumerate(codes) if code]:
+            lines = logs[failed[0]].read_text(errors="replace").strip().splitlines() or ["it printed nothing"]
+            return {}, redact(f"process {failed[0]} of {num_gpus}: {lines[-1]}")[:300]
+        return dict(zip(chains, json.loads((Path(folder) / "times.json").read_text()), strict=True)), ""
 
 
-def _run_ranks(num_gpus: int, spec: dict[str, Any], folder: Path) -> None:
-    """One process per device, with this one's environment; all end here. Raises RuntimeError: one failed or hung."""
-    ranks: list[subprocess.Popen[bytes]] = []
-    logs = [folder / f"rank{rank}.txt" for rank in range(num_gpus)]
-    deadline = time.monotonic() + _TIMEOUT_S
-    try:
-        for rank, log in enumerate(logs):
-            command = [sys.executable, "-m", "labkit.experiments.step_communication", json.dumps(spec | {"rank": rank})]
-            with log.open("wb") as file:
-                ranks.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file))
-        while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"no all-reduce within {_TIMEOUT_S:g} s")
-            time.sleep(0.05)
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    if failed := [rank for rank, code in enumerate(codes) if code]:
-        lines = logs[failed[0]].read_text(errors="replace").strip().splitlines() or ["no message"]
-        raise RuntimeError(f"process {failed[0]} of {num_gpus}: {lines[-1]}")
-
-
-def _rank(spec: dict[str, Any]) -> None:
+def _rank(rank: int, num_gpus: int, device: str, dtype: str, chains: list[Chain], folder: str) -> None:
     """Measure all chains as one of the processes; the first one writes their times."""
     import torch
     import torch.distributed as dist
 
-    rank, num_gpus, folder = spec["rank"], spec["num_gpus"], Path(spec["folder"])
-    device = torch.device("cpu")
-    if spec["device"] != "cpu":
-        device = torch.device("cuda", rank)
+    if device != "cpu":
+        device = f"cuda:{rank}"
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        "gloo" if device.type == "cpu" else "nccl", init_method=f"file://{folder}/store",
-        rank=rank, world_size=num_gpus, timeout=_PEER_TIMEOUT,
-    )  # fmt: skip
+    where: dict[str, Any] = {"init_method": f"file://{folder}/store", "timeout": timedelta(seconds=60)}
+    dist.init_process_group("gloo" if device == "cpu" else "nccl", rank=rank, world_size=num_gpus, **where)
     times = []
-    for chain in (Chain(*values) for values in spec["chains"]):
-        x = torch.full(
-            (chain.num_rows, chain.hidden_size), rank + 1.0, dtype=getattr(torch, spec["dtype"]), device=device
-        )
+    for num_rows, hidden_size, num_sums in chains:
+        x = torch.full((num_rows, hidden_size), rank + 1.0, dtype=getattr(torch, dtype), device=device)
         dist.all_reduce(x)
         if not bool((x == num_gpus * (num_gpus + 1) / 2).all()):
             raise RuntimeError(f"all-reduce of {list(x.shape)} gave a wrong sum")
-        times.append(_median_ms(x.zero_(), chain.count))
+        times.append(_median_ms(x.zero_(), num_sums))
     if rank == 0:
-        (folder / "times.json").write_text(json.dumps(times))
-    sys.stdout.flush()
-    os._exit(0)  # every rank has waited for its last sum; taking down a communicator that was captured can hang
+        (Path(folder) / "times.json").write_text(json.dumps(times))
+    os._exit(0)  # each process has waited for its last sum; taking down a communicator that was captured can hang
 
 
-def _median_ms(x: Tensor, count: int) -> float:
-    """Median over the rounds of `count` all-reduces in a row, on CUDA one graph as in a captured forward.
+def _median_ms(x: Tensor, num_sums: int) -> float:
+    """Median over the rounds of so many all-reduces in a row, on CUDA as one graph like that of a captured forward.
 
     Each timed run follows an untimed one, which brings the processes together.
     """
@@ -150,33 +116,26 @@ def _median_ms(x: Tensor, count: int) -> float:
     import torch.distributed as dist
 
     def run() -> None:
-        for _ in range(count):
+        for _ in range(num_sums):
             dist.all_reduce(x)
 
     run()
-    if not x.is_cuda:
-        times = []
-        for _ in range(_ROUNDS):
-            dist.all_reduce(x)
-            begin = time.perf_counter()
-            run()
-            times.append((time.perf_counter() - begin) * 1e3)
-        return statistics.median(times)
-    torch.cuda.synchronize()
-    graph, times = torch.cuda.CUDAGraph(), []
-    # Other threads, of which NCCL's watchdog is one, may ask for events meanwhile.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        run()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for _ in range(_ROUNDS):
-        graph.replay()
-        begin.record()
-        graph.replay()
-        end.record()
+    timer, replay, wait = host_timer, run, lambda: None
+    if x.is_cuda:
         torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end))
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, of which NCCL's watchdog is one, may ask for events meanwhile.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            run()
+        timer, replay, wait = event_timer, graph.replay, torch.cuda.synchronize
+    times = []
+    for _ in range(_ROUNDS):
+        replay()
+        read = timer(replay)
+        wait()
+        times.append(read())
     return statistics.median(times)
 
 
 if __name__ == "__main__":
-    _rank(json.loads(sys.argv[1]))
+    _rank(**json.loads(sys.argv[1]))

@@ -94,10 +94,7 @@ def _decoder(point: dict[str, Any], device: str) -> Decoder:
 
 
 class Forwards:
-    """The forwards of one model over one filled cache, each compared with the first before it may be timed.
-
-    Raises Unsupported: prefill of a hybrid.
-    """
+    """The forwards of one model over one filled cache, each compared with the first before it may be timed."""
 
     def __init__(self, points: list[dict[str, Any]], device: str):
         import torch
@@ -152,12 +149,9 @@ class Forwards:
 
         def call() -> Any:
             self._cache.truncate(0)
-            last = [
-                self.decoder.prefill(prompt, self._cache, r, backend=point["backend"], chunk=PREFILL_CHUNK)
-                for r, prompt in enumerate(prompts)
-            ]
+            how = {"backend": point["backend"], "chunk": PREFILL_CHUNK}
+            logits = torch.stack([self.decoder.prefill(ids, self._cache, r, **how) for r, ids in enumerate(prompts)])
             self._cache.truncate(0)
-            logits = torch.stack(last)
             return logits.argmax(-1), logits
 
         self._compare(point, call()[1][:, None])

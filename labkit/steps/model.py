@@ -160,14 +160,10 @@ def _fit(key: dict[str, Any], points: pd.DataFrame, sidecars: Sidecars, resample
     modelled = np.column_stack([columns[name] for name in [*own, *shared]]) @ coefficients[:, 0]
     points = points.assign(modelled_ms=modelled, residual=np.log(measured / modelled))
     terms = _terms([*own, *shared], coefficients, path)
-    findings = (*_silent(key, communication), *_violations(terms, points, facts, path), *_jumps(points))
+    findings = (*_violations(terms, points, facts, path), *_jumps(points))
+    if (key["num_gpus"] or 1) > 1 and not communication.all():
+        findings = (f"communication of {key['num_gpus']:g} devices: not measured, not in these times", *findings)
     return StepModel(key, path, ridge, terms, points.drop(columns="rounds"), findings, coefficients[:, 1:], facts)
-
-
-def _silent(key: dict[str, Any], communication: np.ndarray) -> list[str]:
-    if pd.isna(key["num_gpus"]) or key["num_gpus"] == 1 or (communication > 0).all():
-        return []
-    return [f"communication between {key['num_gpus']:g} devices was not measured and is not in these times"]
 
 
 def _resampled(points: pd.DataFrame, resamples: int, seed: int) -> np.ndarray:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from labkit.cost import floor_ms, prefill_flops
+from labkit.cost import floor_ms, forward_flops
 from labkit.decide.forward_costs import FREE, by_machine, loop_rows, without_shared_prefix
 from labkit.errors import InputError
 from labkit.plots.attention_table import calibrated, read_bandwidths
@@ -63,11 +63,8 @@ def _with_floors(table: pd.DataFrame, sidecars: Sidecars) -> pd.DataFrame:
     table["attention_floor_ms"] = table["kv_bytes_read"] / rate / 1e6
     table["state_floor_ms"] = table["state_bytes"].fillna(0.0) / rate / 1e6
     known = table["run_id"].map(calibrated(sidecars, "matrix_tflops_per_s"))
-    rates = [
-        of_run.get(dtype) if isinstance(of_run, Mapping) else None
-        for of_run, dtype in zip(known, table["weight_dtype"], strict=True)
-    ]
     rows = table.to_dict("records")
+    rates = [x.get(row["weight_dtype"]) if isinstance(x, Mapping) else None for x, row in zip(known, rows, strict=True)]
     table["linear_floor_ms"] = [_linear_floor(*args) for args in zip(rows, rate, rates, strict=True)]
     parts = ["attention_floor_ms", "state_floor_ms", "linear_floor_ms"]
     is_prefill = table["phase"] == "prefill"
@@ -91,7 +88,8 @@ def _prefill_floor(row: Mapping[Any, Any], tflops_per_s: float | None) -> float:
     if row["phase"] != "prefill" or shape is None or not tflops_per_s or pd.notna(row["drafter"]):
         return float("nan")
     shape = shape.share_of(1 if pd.isna(row["num_gpus"]) else int(row["num_gpus"]))
-    return prefill_flops(shape, row["batch_size"], row["q_len"]) / tflops_per_s / 1e9
+    call = {"batch_size": int(row["batch_size"]), "q_len": int(row["q_len"]), "context_len": 0, "num_logits": 1}
+    return forward_flops(shape, **call) / tflops_per_s / 1e9
 
 
 def one_setting(step_rows: pd.DataFrame) -> pd.DataFrame:
