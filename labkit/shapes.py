@@ -5,6 +5,7 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
+from typing import Any
 
 from labkit.errors import InputError
 from labkit.paths import REFERENCE
@@ -177,7 +178,7 @@ class ModelShape:
 
         Raises InputError: the heads or the MLP do not divide.
         """
-        sizes: dict[str, int] = {name: getattr(self, name) for name in _DIVIDED}
+        sizes: dict[str, Any] = {name: getattr(self, name) for name in _DIVIDED}
         if odd := [f"{name} {size}" for name, size in sizes.items() if size % num_gpus]:
             raise InputError(f"num_gpus: wanted a divisor of {', '.join(odd)} of {self.name}, got {num_gpus}")
         sizes = {name: size // num_gpus for name, size in sizes.items()}

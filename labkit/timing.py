@@ -78,12 +78,12 @@ def _wait_for(device: str) -> None:
     torch.cuda.synchronize(device)
 
 
-def _captured(call: Callable[[], object]) -> Callable[[], object]:
-    """The call as a CUDA graph, replayed once, since the first replay also uploads it."""
+def captured(call: Callable[[], object], **options: Any) -> Callable[[], object]:
+    """The call as a CUDA graph, replayed once, since the first replay also uploads it; options go to `torch`."""
     import torch
 
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, **options):
         call()
     graph.replay()
     return graph.replay
@@ -153,7 +153,7 @@ def sample_rounds(
         for call in calls.values():
             for _ in range(num_warmup):
                 call()
-        timed = {name: _captured(call) for name, call in calls.items()} if graph else calls
+        timed = {name: captured(call) for name, call in calls.items()} if graph else calls
         displace, displaced_bytes = _displacer(device) if l2 == "cold" else (lambda: None, 0)
         timer, hold = host_timer if device == "cpu" else event_timer, _holder(device)
         names, order, rows = list(calls), random.Random(seed), list[dict[str, Any]]()

@@ -71,11 +71,10 @@ def _loop_s(point: dict[str, Any]) -> float:
 
 def _step_s(point: dict[str, Any]) -> float:
     shape = step_forwards.shape_of(point)
-    if point["phase"] == "prefill":  # 16-bit weights: a GPU
+    if point["phase"] == "prefill":  # weights of 16 bits: a GPU
         flops = forward_flops(shape, batch_size=point["batch_size"], q_len=point["q_len"], context_len=0, num_logits=1)
-        return 1 + (point["num_rounds"] + 2) * flops / (
-            _FLOP_PER_S if "32" in point["weight_dtype"] else _GPU_FLOP_PER_S
-        )
+        rate = _FLOP_PER_S if point["weight_dtype"] == "float32" else _GPU_FLOP_PER_S
+        return 1 + (point["num_rounds"] + 2) * flops / rate
     kv_bytes = point["batch_size"] * point["context_len"] * shape.kv_bytes_per_token("bfloat16")
     moved = shape.weight_bytes_read(point["weight_dtype"]) + kv_bytes
     rate = 2 * _GPU_BYTES_PER_S if point["launch_mode"] == "graph" else _BYTES_PER_S

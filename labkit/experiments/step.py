@@ -115,7 +115,7 @@ _KV_DTYPES = ("as activations", "float8_e4m3fn")
 def points(preset: str, **axes: Sequence[Any]) -> list[dict[str, Any]]:
     """One point per forward; those of a cell share a ``group`` and are interleaved.
 
-    A ``prefill`` runs a whole prompt of the axis's `context_len`, so its q_len is that and its context_len 0.
+    A ``prefill`` runs a whole prompt of the axis's `context_len`: its q_len is that, its own context_len 0.
 
     Raises InputError for an unknown preset, axis, backend, target, drafter, dtype or phase, a context of 0, a number of
     devices that the heads do not divide by, or a grid without a forward of the phases.

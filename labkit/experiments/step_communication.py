@@ -12,18 +12,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from labkit.experiments.step_forwards import activation_dtype, shape_of
 from labkit.provenance import redact
-from labkit.timing import event_timer, host_timer
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from labkit.timing import captured, event_timer, host_timer
 
 Chain = tuple[int, int, int]  # rows and hidden size of a sum, and how many of these sums a forward has
 _PER_LAYER = 2  # behind attention's output projection, and behind the MLP
@@ -90,6 +87,10 @@ def _rank(rank: int, num_gpus: int, device: str, dtype: str, chains: list[Chain]
     import torch
     import torch.distributed as dist
 
+    def sums(x: torch.Tensor, num_sums: int) -> None:
+        for _ in range(num_sums):
+            dist.all_reduce(x)
+
     if device != "cpu":
         device = f"cuda:{rank}"
         torch.cuda.set_device(device)
@@ -98,41 +99,31 @@ def _rank(rank: int, num_gpus: int, device: str, dtype: str, chains: list[Chain]
     times = []
     for num_rows, hidden_size, num_sums in chains:
         x = torch.full((num_rows, hidden_size), rank + 1.0, dtype=getattr(torch, dtype), device=device)
-        dist.all_reduce(x)
+        sums(x, 1)
         if not bool((x == num_gpus * (num_gpus + 1) / 2).all()):
             raise RuntimeError(f"all-reduce of {list(x.shape)} gave a wrong sum")
-        times.append(_median_ms(x.zero_(), num_sums))
+        times.append(_median_ms(partial(sums, x.zero_(), num_sums), device))
     if rank == 0:
         (Path(folder) / "times.json").write_text(json.dumps(times))
     os._exit(0)  # each process has waited for its last sum; taking down a communicator that was captured can hang
 
 
-def _median_ms(x: Tensor, num_sums: int) -> float:
-    """Median over the rounds of so many all-reduces in a row, on CUDA as one graph like that of a captured forward.
+def _median_ms(chain: Callable[[], object], device: str) -> float:
+    """Median over the rounds, on CUDA of one graph, like that of a captured forward.
 
     Each timed run follows an untimed one, which brings the processes together.
     """
     import torch
-    import torch.distributed as dist
 
-    def run() -> None:
-        for _ in range(num_sums):
-            dist.all_reduce(x)
-
-    run()
-    timer, replay, wait = host_timer, run, lambda: None
-    if x.is_cuda:
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        # Other threads, of which NCCL's watchdog is one, may ask for events meanwhile.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            run()
-        timer, replay, wait = event_timer, graph.replay, torch.cuda.synchronize
-    times = []
+    chain()
+    # NCCL's watchdog, another thread, may ask for events during the capture.
+    replay = chain if device == "cpu" else captured(chain, capture_error_mode="thread_local")
+    timer, times = host_timer if device == "cpu" else event_timer, []
     for _ in range(_ROUNDS):
         replay()
         read = timer(replay)
-        wait()
+        if device != "cpu":
+            torch.cuda.synchronize()
         times.append(read())
     return statistics.median(times)
 

@@ -9,7 +9,7 @@ from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from labkit.cost import attention_shape
-from labkit.errors import Unsupported, WrongResult
+from labkit.errors import WrongResult
 from labkit.experiments import common, places
 from labkit.shapes import MAX_Q_LEN, AttentionShape, ModelShape
 
@@ -103,14 +103,12 @@ class Forwards:
 
         first, self._device = points[0], device
         self.decoder = _decoder(first, device)
-        shape = self.decoder.shape
-        if first["phase"] == "prefill" and (shape.num_delta_layers or shape.output_gate):
-            raise Unsupported(f"{shape.name}: no prefill of a hybrid; its layers run as captured forwards only")
+        shape, is_prefill = self.decoder.shape, first["phase"] == "prefill"
         generator = torch.Generator(device).manual_seed(first["seed"])
         longest = max(point["q_len"] for point in points)
         self._cache: PagedKVCache = self.decoder.new_cache(
             first["batch_size"], first["context_len"] + longest, kv_dtype=kv_dtype_of(first), page_size=_PAGE_SIZE,
-            page_order=_page_order(first, device), generator=generator,
+            page_order=_page_order(device, is_prefill), generator=generator,
         )  # fmt: skip
         if first["shared_prefix_len"]:
             self._cache.share_prefix(first["shared_prefix_len"])
@@ -119,42 +117,34 @@ class Forwards:
             self.decoder.shape.vocab_size, (first["batch_size"], longest), generator=generator, device=device
         )
         self._states = None
-        if shape.num_delta_layers:
+        if shape.num_delta_layers and not is_prefill:  # which a hybrid does not have
             self._states = DeltaState(shape, first["batch_size"], longest, self.decoder.activation_dtype, device)
         self._first_logits: Any = None
 
     def make(self, point: dict[str, Any]) -> Callable[[], object]:
         """A call that runs the forward; the cache's lengths stay as they are."""
         _check_attention(point, self.decoder.shape, self._device)
-        if point["phase"] == "prefill":
-            return self._prefill(point)
         return self._eager(point) if point["launch_mode"] == "eager" else self._captured(point)
 
     def _eager(self, point: dict[str, Any]) -> Callable[[], object]:
+        """Launched kernel by kernel. Prompts are prefilled one after the other, in chunks: last token's logits only."""
+        import torch
+
         tokens, context_len = self._tokens[:, : point["q_len"]], point["context_len"]
+        prompts = tokens.tolist() if point["phase"] == "prefill" else []
+        how: dict[str, Any] = {"backend": point["backend"], "chunk": PREFILL_CHUNK}
 
         def call() -> Any:
-            logits = self.decoder.forward(tokens, self._cache, backend=point["backend"])
+            self._cache.truncate(context_len)  # another backend may have failed half-way
+            if prompts:
+                last = [self.decoder.prefill(ids, self._cache, r, **how) for r, ids in enumerate(prompts)]
+                logits = torch.stack(last)[:, None]
+            else:
+                logits = self.decoder.forward(tokens, self._cache, backend=point["backend"])
             self._cache.truncate(context_len)
             return logits.argmax(-1), logits
 
         self._compare(point, call()[1])
-        return call
-
-    def _prefill(self, point: dict[str, Any]) -> Callable[[], object]:
-        """The prompts one after the other, in chunks, into the empty cache; the logits of each last token only."""
-        import torch
-
-        prompts = self._tokens.tolist()
-
-        def call() -> Any:
-            self._cache.truncate(0)
-            how = {"backend": point["backend"], "chunk": PREFILL_CHUNK}
-            logits = torch.stack([self.decoder.prefill(ids, self._cache, r, **how) for r, ids in enumerate(prompts)])
-            self._cache.truncate(0)
-            return logits.argmax(-1), logits
-
-        self._compare(point, call()[1][:, None])
         return call
 
     def _captured(self, point: dict[str, Any]) -> Callable[[], object]:
@@ -186,21 +176,12 @@ class Forwards:
 
 
 def _check_attention(point: dict[str, Any], shape: ModelShape, device: str) -> None:
-    """The backend against the oracle at the shape about to be timed, one request; raises what is wrong.
-
-    Of a prefill the last tokens are checked, as many as the oracle's logits leave room for.
-    """
+    """The backend against the oracle at the shape about to be timed, one request; raises what is wrong."""
     call, is_prefill = call_shape(point, shape, batch_size=1), point["phase"] == "prefill"
-    if is_prefill:
+    if is_prefill:  # the last tokens of the prompt
         q_len = min(call.q_len, _CHECKED_ROWS)
         call = replace(call, q_len=q_len, context_len=call.q_len - q_len)
-    # The flash kernel of PyTorch has no lse, which only splits and cascades need.
-    _check_once(point["backend"], call, device, _page_order(point, device), return_lse=not is_prefill)
-
-
-def _page_order(point: dict[str, Any], device: str) -> str:
-    """Pages of a long-lived cache lie anywhere; those of the empty one that a prompt fills follow each other."""
-    return "sequential" if device == "cpu" or point["phase"] == "prefill" else "permuted"
+    _check_once(point["backend"], call, device, is_prefill)
 
 
 def call_shape(point: dict[str, Any], model: ModelShape, batch_size: int) -> AttentionShape:
@@ -209,12 +190,21 @@ def call_shape(point: dict[str, Any], model: ModelShape, batch_size: int) -> Att
     return attention_shape(model, batch_size=batch_size, **lengths, **dtypes)
 
 
+def _page_order(device: str, is_prefill: bool) -> str:
+    """Pages of a long-lived cache lie anywhere; those of the empty one that a prompt fills follow each other."""
+    return "sequential" if device == "cpu" or is_prefill else "permuted"
+
+
 @cache
-def _check_once(backend: str, shape: AttentionShape, device: str, page_order: str, return_lse: bool) -> None:
+def _check_once(backend: str, shape: AttentionShape, device: str, is_prefill: bool) -> None:
     import torch
 
     from labkit.attention.api import AttentionSpec
     from labkit.attention.inputs import verify_backend
 
-    generator, spec = torch.Generator(device).manual_seed(0), AttentionSpec(return_lse=return_lse)
-    verify_backend(backend, shape, generator=generator, device=device, page_order=page_order, spec=spec)
+    # Splits and cascades need the lse, which the flash kernel of PyTorch does not return.
+    how: dict[str, Any] = {
+        "page_order": _page_order(device, is_prefill),
+        "spec": AttentionSpec(return_lse=not is_prefill),
+    }
+    verify_backend(backend, shape, generator=torch.Generator(device).manual_seed(0), device=device, **how)

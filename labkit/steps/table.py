@@ -37,9 +37,8 @@ def forward_table(step_rows: pd.DataFrame, sidecars: Sidecars | None = None) -> 
         kv_bytes_read, state_bytes, attention_floor_ms (keys and values once), state_floor_ms (states of gated-delta
         layers), linear_floor_ms (weights once, or two FLOPs per weight and token at the measured matrix rate if that is
         longer; no rate is measured for float8), floor_ms (all three), over_floor, peak_memory_bytes,
-        energy_j_per_step, num_samples. The floors hold no activations, sampling, launches or communication. Of several
-        devices all is one device's. The target's prefill, bound by computing, has floor_ms alone: its FLOPs over the
-        matrix rate (null where its shape is not in the table of shapes); a drafter's has none.
+        energy_j_per_step, num_samples. The floors hold no activations, sampling, launches or communication, and are of
+        one device. A target's prefill has floor_ms alone: FLOPs over the matrix rate, where its shape is a known one.
 
     Raises InputError: no ok rows or a missing column.
     """
