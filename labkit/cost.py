@@ -62,14 +62,16 @@ def attention_shape(
     )
 
 
-def forward_flops(model: ModelShape, *, batch_size: int, q_len: int, context_len: int) -> int:
-    """Floating point operations of one forward that returns logits for every token.
+def forward_flops(model: ModelShape, *, batch_size: int, q_len: int, context_len: int, num_logits: int = 0) -> int:
+    """Floating point operations of one forward that returns logits for every token, or `num_logits` per request.
 
     Counted: matrices of the layers, output head, attention. Not counted: norms, rotary embedding, activation, sampling.
     """
     shape = attention_shape(model, batch_size=batch_size, q_len=q_len, context_len=context_len, weight_dtype="bfloat16")
-    weights = model.num_linear_parameters + model.vocab_size * model.hidden_size
-    return 2 * weights * batch_size * q_len + model.num_attention_layers * attention_flops(shape)
+    head = model.vocab_size * model.hidden_size * (num_logits or q_len)
+    return 2 * batch_size * (model.num_linear_parameters * q_len + head) + model.num_attention_layers * attention_flops(
+        shape
+    )
 
 
 def forward_bytes(model: ModelShape, *, weight_dtype: str, **call: Any) -> int:

@@ -3,8 +3,9 @@
 import csv
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
+from typing import Any
 
 from labkit.errors import InputError
 from labkit.paths import REFERENCE
@@ -30,6 +31,7 @@ def at_least(minimum: int, **values: object) -> None:
             raise InputError(f"{name} must be an integer of at least {minimum}, got {value!r}")
 
 
+_DIVIDED = ("num_qo_heads", "num_kv_heads", "intermediate_size", "num_delta_key_heads", "num_delta_value_heads")
 _SIZES = ("batch_size", "q_len", "num_qo_heads", "num_kv_heads", "head_dim", "page_size")
 
 
@@ -168,6 +170,19 @@ class ModelShape:
             _divides(self.num_delta_value_heads, self.num_delta_key_heads)
         at_least(1, **sizes)
         _divides(self.num_qo_heads, self.num_kv_heads)
+
+    def share_of(self, num_gpus: int) -> "ModelShape":
+        """What each of `num_gpus` devices holds under tensor parallelism: its heads, MLP columns and vocabulary rows.
+
+        Embedding and output head are padded to a whole number of rows per device.
+
+        Raises InputError: the heads or the MLP do not divide.
+        """
+        sizes: dict[str, Any] = {name: getattr(self, name) for name in _DIVIDED}
+        if odd := [f"{name} {size}" for name, size in sizes.items() if size % num_gpus]:
+            raise InputError(f"num_gpus: wanted a divisor of {', '.join(odd)} of {self.name}, got {num_gpus}")
+        sizes = {name: size // num_gpus for name, size in sizes.items()}
+        return replace(self, **sizes, vocab_size=-(-self.vocab_size // num_gpus))
 
     @property
     def num_attention_layers(self) -> int:

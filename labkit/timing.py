@@ -78,25 +78,27 @@ def _wait_for(device: str) -> None:
     torch.cuda.synchronize(device)
 
 
-def _captured(call: Callable[[], object]) -> Callable[[], object]:
-    """The call as a CUDA graph, replayed once, since the first replay also uploads it."""
+def captured(call: Callable[[], object], **options: Any) -> Callable[[], object]:
+    """The call as a CUDA graph, replayed once, since the first replay also uploads it; options go to `torch`."""
     import torch
 
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, **options):
         call()
     graph.replay()
     return graph.replay
 
 
-def _host_timer(call: Callable[[], object]) -> Callable[[], float]:
+def host_timer(call: Callable[[], object]) -> Callable[[], float]:
+    """Run a call that has ended when it returns; what comes back tells its ms."""
     begin = time.perf_counter_ns()
     call()
     elapsed = time.perf_counter_ns() - begin
     return lambda: elapsed / 1e6
 
 
-def _event_timer(call: Callable[[], object]) -> Callable[[], float]:
+def event_timer(call: Callable[[], object]) -> Callable[[], float]:
+    """Queue a call between two CUDA events; what comes back tells its ms once the device is done."""
     import torch
 
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -151,9 +153,9 @@ def sample_rounds(
         for call in calls.values():
             for _ in range(num_warmup):
                 call()
-        timed = {name: _captured(call) for name, call in calls.items()} if graph else calls
+        timed = {name: captured(call) for name, call in calls.items()} if graph else calls
         displace, displaced_bytes = _displacer(device) if l2 == "cold" else (lambda: None, 0)
-        timer, hold = _host_timer if device == "cpu" else _event_timer, _holder(device)
+        timer, hold = host_timer if device == "cpu" else event_timer, _holder(device)
         names, order, rows = list(calls), random.Random(seed), list[dict[str, Any]]()
         medians: dict[str, list[float]] = {name: [] for name in calls}
 

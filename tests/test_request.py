@@ -56,6 +56,9 @@ def test_step_rows_with_prefills_give_the_whole_table() -> None:
     assert row["at_256"] == pytest.approx(request_speedup(
         speedup, 256, decode_ms=row["decode_ms"], prefill_ms=409.6, draft_prefill_ms=40.96))  # fmt: skip
     assert row["turning_length_low"] <= row["turning_length"] <= row["turning_length_high"]
+    slow = target.assign(backend="slow", forward_ms=target["forward_ms"] * 3)
+    free = request_table(step_costs(cost_rows(rows)), surface.result.cells, pd.concat([rows, slow]))
+    assert set(free.loc[free["context_len"] == 4096, "prefill_ms"].round(1)) == {409.6}, "of the fastest backend"
 
 
 def test_loop_rows_know_the_drafters_prefill_and_not_the_targets() -> None:

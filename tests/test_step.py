@@ -7,9 +7,10 @@ import pytest
 from labkit.attention.launched import Kernel
 from labkit.cli import main
 from labkit.errors import InputError
-from labkit.experiments import step, step_forwards
+from labkit.experiments import step, step_communication, step_forwards
 from labkit.models.anatomy import part_of, split_time
 from labkit.results import load_runs
+from labkit.shapes import model_shape
 
 
 def test_time_is_split_among_the_kernels_that_really_ran():
@@ -47,7 +48,7 @@ def test_part_of(name, part):
 
 def test_points_have_phases_and_share_groups():
     points = step.points("full")
-    assert {point["phase"] for point in points} == {"decode", "verify", "draft", "draft_extend"}
+    assert {point["phase"] for point in points} == {"decode", "verify", "draft", "draft_extend", "prefill"}
     first = [point for point in points if point["group"] == points[0]["group"]]
     assert {(point["q_len"], point["phase"]) for point in first if point["drafter"] == "none"} == {
         (1, "decode"),
@@ -68,6 +69,10 @@ def test_points_have_phases_and_share_groups():
         ({"target": ["random:nosuch"]}, "model must be one of"),
         ({"context_len": [300_000]}, "holds 262208 tokens"),
         ({"weight_dtype": ["int4"]}, "weight_dtype 'int4'"),
+        ({"phase": ["nosuch"]}, "phase 'nosuch'"),
+        ({"phase": ["draft"]}, "axis phase: no forward of this grid"),
+        ({"num_gpus": [4]}, "num_gpus: wanted a divisor of num_kv_heads 2 of tiny, got 4"),
+        ({"num_gpus": [2], "target": ["smollm2-135m"]}, "num_gpus: wanted a divisor of num_qo_heads 9, num_kv"),
     ],
 )
 def test_bad_axes_are_named(axes, message):
@@ -93,3 +98,78 @@ def test_a_small_run(tmp_path, capsys):
     graph = main(["run", "step", "--preset", "ci", "--set", "launch_mode=graph", "--out", str(tmp_path / "g")])
     assert graph == 1
     assert "needs a CUDA device" in capsys.readouterr().out
+
+
+def test_a_share_of_the_model_per_device():
+    whole = model_shape("qwen3-32b")
+    share = whole.share_of(8)
+    assert (share.num_qo_heads, share.num_kv_heads, share.intermediate_size, share.vocab_size) == (8, 1, 3200, 18992)
+    assert share.num_linear_parameters * 8 == whole.num_linear_parameters
+    assert share.kv_bytes_per_token("bfloat16") * 8 == whole.kv_bytes_per_token("bfloat16")
+    assert model_shape("hybrid-27b").share_of(2).delta_state_bytes * 2 == model_shape("hybrid-27b").delta_state_bytes
+    assert whole.share_of(1) == whole
+
+
+def test_a_prefill_is_a_whole_prompt_in_a_cell_of_its_own():
+    points = step.points("gpu", phase=["prefill"], context_len=[2048], backend=["fa3"])
+    assert [(p["q_len"], p["context_len"], p["launch_mode"]) for p in points] == [(2048, 0, "eager")]
+    both = step.points("ci", phase=["decode", "prefill"], context_len=[64], q_len=[1], backend=["sdpa"])
+    assert [p["phase"] for p in both] == ["decode", "prefill"]
+    assert both[0]["group"] != both[1]["group"]
+    long = step.points("prefill", context_len=[131072])[0]
+    assert step_forwards.memory_bytes(long) == pytest.approx(16.06e9 + 131072 * 131072, rel=0.01)  # weights, cache
+
+
+def test_prefill_in_chunks_gives_the_last_tokens_logits(monkeypatch):
+    monkeypatch.setattr(step_forwards, "PREFILL_CHUNK", 24)
+    monkeypatch.setattr(step_forwards, "_CHECKED_ROWS", 16)
+    points = step.points("ci", phase=["prefill"], context_len=[64], backend=["sdpa", "sdpa_masked"], batch_size=[2])
+    made = step_forwards.Forwards(points, "cpu")
+    calls = [made.make(point) for point in points]
+    ids, logits = calls[0]()
+    whole = made.decoder.forward(made._tokens, made._cache, backend="sdpa")
+    assert whole.shape[:2] == (2, 64)
+    assert made._cache.context_lens == [64, 64], "the call left the cache empty"
+    assert logits[:, 0].numpy() == pytest.approx(whole[:, -1].numpy(), rel=1e-4, abs=1e-4)
+    assert ids[:, 0].tolist() == whole[:, -1].argmax(-1).tolist()
+
+
+def test_measured_prefills_and_hybrids_without_one():
+    (point,) = step.points("ci", phase=["prefill"], context_len=[64], backend=["sdpa"])
+    (rows,) = step.measure([point])
+    assert len(rows) == 3
+    assert all(row["forward_ms"] > 0 and row["kv_bytes_read"] == 2 * 2 * 2 * 32 * 4 * 64 for row in rows)
+    assert "communication_ms" not in rows[0]
+    (outcome,) = step.measure([point | {"target": "random:tiny-hybrid"}])
+    assert "a hybrid runs as a captured forward only" in str(outcome)
+
+
+def test_two_processes_share_the_heads_and_their_all_reduces_are_measured():
+    axes = {"context_len": [64], "backend": ["sdpa"]}
+    two, one = (step.measure(step.points("ci", num_gpus=[n], **axes)) for n in (2, 1))
+    for shared, alone in zip(two, one, strict=True):
+        row = shared[0]
+        assert row["num_gpus"] == 2
+        assert row["forward_ms"] > row["communication_ms"] > 0
+        assert row["kv_bytes_read"] * 2 == alone[0]["kv_bytes_read"]
+        assert row["weight_bytes_read"] < 0.51 * alone[0]["weight_bytes_read"]
+        assert "communication not measured" not in row["quality"]
+
+
+def test_communication_that_was_not_measured_stays_null_and_is_told():
+    chain = (1, 8, 4)
+    times, reason = step_communication.chain_ms(64, "cuda", "bfloat16", (chain,))
+    assert times == {}
+    assert reason.endswith("of 64 devices visible")
+    rows = [{"forward_ms": 2.0, "quality": "ok"}, {"forward_ms": 2.0, "quality": "unstable"}]
+    step_communication.add_to(rows, None, reason)
+    assert rows[0] == {"forward_ms": 2.0, "quality": f"communication not measured ({reason})"}
+    assert rows[1]["quality"].startswith("unstable; communication not measured")
+
+
+def test_a_process_that_fails_is_a_reason():
+    chain = (1, 8, 4)
+    times, reason = step_communication.chain_ms(2, "cpu", "nosuch", (chain,))
+    assert times == {}
+    assert "of 2: " in reason
+    assert "nosuch" in reason

@@ -312,3 +312,26 @@ def test_ladder_figure(engines):
     figure = figure_step_ladder(engines, sidecars=SIDECARS, context_len=65536)
     assert_well_placed(figure)
     assert any("attention" in text.get_text() and "step" in text.get_text() for text in figure.axes[0].texts)
+
+
+def test_a_prefill_has_the_floor_of_its_flops_and_is_no_cost():
+    rows = step_rows(EXACT.with_(contexts=(4096,)))
+    prefill = rows[rows["phase"] == "decode"].assign(phase="prefill", q_len=4096, context_len=0.0, group="prompt")
+    both = pd.concat([rows, prefill])
+    table = forward_table(both, SIDECARS).set_index("phase").loc["prefill"]
+    # 32 layers of 218 M weights, all tokens; the head of 4096 x 128,256, one; 4 FLOPs per pair, head and dimension.
+    flops = 2 * 32 * 218_103_808 * 4096 + 2 * 4096 * 128_256 + 4 * 32 * 32 * 128 * 4096 * 4097 // 2
+    assert table["floor_ms"].to_numpy() == pytest.approx(flops / 700e12 * 1e3)
+    assert table["attention_floor_ms"].isna().all()
+    assert forward_table(prefill)["floor_ms"].isna().all(), "no matrix rate, no floor"
+    assert len(step_costs(both)) == len(step_costs(rows))
+
+
+def test_a_step_of_two_devices_is_that_of_another_machine():
+    rows = step_rows(EXACT.with_(contexts=(4096,)))
+    two = rows.assign(num_gpus=2, group="two", forward_ms=rows["forward_ms"] / 2 + 0.3, communication_ms=0.3)
+    costs = step_costs(pd.concat([rows, two]))
+    assert {c.key["gpu"] for c in costs} == {EXACT.gpu, f"{EXACT.gpu} x2"}
+    cell = cost(costs, gpu=f"{EXACT.gpu} x2", context_len=4096, verify_backend="triton_split", num_speculative_tokens=7)
+    assert cell.step_ms[:, 7] == pytest.approx(true_ms("triton_split", 4096, 8) / 2 + 0.3)
+    assert set(forward_table(pd.concat([rows, two]))["num_gpus"]) == {1, 2}

@@ -128,6 +128,10 @@ def test_communication_is_a_term_of_its_own():
     assert terms(model)["value"]["communication, fixed"] == pytest.approx(0.4, rel=1e-6)
     assert terms(model)["value"]["communication, tokens"] == pytest.approx(2.0, rel=1e-6)
     assert model.points["residual"].abs().max() < 1e-6
+    several = rows.assign(num_gpus=2)
+    assert fit_step_models(several, sidecars(world))[0].findings == ()
+    silent = fit_step_models(several.assign(communication_ms=None), sidecars(world))[0].findings
+    assert any("communication of 2 devices: not measured" in finding for finding in silent)
 
 
 def test_states_of_gated_delta_layers_are_a_term_where_the_batch_varies():

@@ -126,6 +126,8 @@ def forward_times(rows: pd.DataFrame) -> pd.DataFrame:
     kept = kept[(kept["weight_dtype"] == "bfloat16") & (kept["kv_dtype"] == "bfloat16")]
     if "shared_prefix_len" in kept:
         kept = kept[kept["shared_prefix_len"].fillna(0) == 0]
+    if "num_gpus" in kept:
+        kept = kept[kept["num_gpus"].fillna(1) == 1]
     if kept.empty:
         raise InputError("step rows: none of a 16-bit target's decode or verify")
     kept = kept.assign(target=kept["target"].str.removeprefix("random:").str.partition("@")[0])

@@ -35,7 +35,7 @@ def loop_rows(step_rows: pd.DataFrame) -> pd.DataFrame:
 
     Raises InputError: columns or phases are missing, or a draft forward without its drafter's name.
     """
-    rows = without_shared_prefix(ok_rows(step_rows, "step", [*UNIT, *_CONSTANT, *_FORWARD, "forward_ms"]))
+    rows = by_machine(without_shared_prefix(ok_rows(step_rows, "step", [*UNIT, *_CONSTANT, *_FORWARD, "forward_ms"])))
     if rows[UNIT].isna().any(axis=None):
         raise InputError("step rows need run_id, group and round in every row: ratios are paired by them")
     quality = rows.get("quality", pd.Series(None, index=rows.index, dtype=object))
@@ -55,6 +55,14 @@ def loop_rows(step_rows: pd.DataFrame) -> pd.DataFrame:
     return pd.concat([arm.rename(columns={"forward_ms": "step_ms"}) for arm in arms], ignore_index=True).drop(
         columns=["phase", "backend"]
     )
+
+
+def by_machine(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows with the number of devices in `gpu` where there are several: ``nvidia-h200 x2`` is another machine."""
+    if "num_gpus" not in rows or not (several := rows["num_gpus"].fillna(1) > 1).any():
+        return rows
+    names = rows["gpu"].astype(str) + " x" + rows["num_gpus"].fillna(1).astype(int).astype(str)
+    return rows.assign(gpu=names.where(several, rows["gpu"]))
 
 
 def without_shared_prefix(rows: pd.DataFrame) -> pd.DataFrame:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from labkit.decide.forward_costs import FREE, by_machine
 from labkit.decide.step_costs import StepCosts, baseline_ms
 from labkit.errors import InputError
 from labkit.rows import FORCED_ORIGINS
@@ -54,12 +55,14 @@ def request_table(
 
     cells : `Breakeven.cells` of ``costs``. rows : the loop or step rows they came from. draft_prefill_ms is read from
     loop rows at the cell (a mean is no estimate of it: the median), or from ``prefill`` rows with a drafter at q_len +
-    context_len = the cell's context; prefill_ms from those without. Unknown ones are NaN and so is what needs them.
+    context_len = the cell's context; prefill_ms from those without, of the fastest backend. Free drafting has no
+    prefill. Unknown ones are NaN and so is what needs them.
 
     Returns context_len, batch_size, num_speculative_tokens, drafter, verify_backend, workload, decode_ms, prefill_ms,
     draft_prefill_ms, turning_length with _low and _high (from the interval of the speed-up), and one column
     ``at_<n>`` per output length. Raises InputError: neither prefill was measured anywhere.
     """
+    rows = by_machine(rows)
     by_key = {tuple(cost.key.values()): cost for cost in costs}
     names = list(costs[0].key) if costs else []
     records = []
@@ -84,14 +87,17 @@ def request_table(
 
 def _prefill(rows: pd.DataFrame, cell: dict[Any, Any], *, drafter: bool) -> float:
     """Median prefill time of the target or the cell's drafter at a prompt of context_len tokens; NaN: not measured."""
-    here = (rows["target"] == cell["target"]) & (rows["batch_size"] == cell["batch_size"])
+    alike = [n for n in ("target", "batch_size", "gpu", "weight_dtype", "kv_dtype") if n in rows and pd.notna(cell[n])]
+    here = (rows[alike] == [cell[name] for name in alike]).all(axis=1)
     if "phase" in rows and (rows["phase"] == "prefill").any():
+        if drafter and cell["drafter"] == FREE:
+            return 0.0
         prompt = rows["q_len"] + rows["context_len"] == cell["context_len"]
         whose = rows["drafter"] == cell["drafter"] if drafter else rows["drafter"].isna()
-        found = rows.loc[here & prompt & whose & (rows["phase"] == "prefill"), "forward_ms"]
-    elif drafter and "draft_prefill_ms" in rows:
+        found = rows[here & prompt & whose & (rows["phase"] == "prefill")]
+        return float(found.groupby("backend")["forward_ms"].median().min())
+    if drafter and "draft_prefill_ms" in rows:
         place = (rows["context_len"] == cell["context_len"]) & rows["origin"].isin(FORCED_ORIGINS)
-        found = rows.loc[here & place & (rows["drafter"] == cell["drafter"]), "draft_prefill_ms"].dropna()
-    else:
-        return float("nan")
-    return float(found.median()) if len(found) else float("nan")
+        times = rows.loc[here & place & (rows["drafter"] == cell["drafter"]), "draft_prefill_ms"].dropna()
+        return float(times.median()) if len(times) else float("nan")
+    return float("nan")

@@ -5,14 +5,14 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from labkit.cost import kv_bytes_read
+from labkit.cost import forward_flops, kv_bytes_read
 from labkit.experiments import attention, common, step_forwards
 from labkit.shapes import ModelShape
 
 # What one forward of a small model reaches end to end; a calibrated device does better, a busy one worse.
 _BYTES_PER_S = 8e9
 _FLOP_PER_S = 8e10
-_GPU_BYTES_PER_S = 1e12
+_GPU_BYTES_PER_S, _GPU_FLOP_PER_S = 1e12, 4e14
 
 
 def seconds(experiment: str, point: dict[str, Any]) -> float:
@@ -71,6 +71,10 @@ def _loop_s(point: dict[str, Any]) -> float:
 
 def _step_s(point: dict[str, Any]) -> float:
     shape = step_forwards.shape_of(point)
+    if point["phase"] == "prefill":  # weights of 16 bits: a GPU
+        flops = forward_flops(shape, batch_size=point["batch_size"], q_len=point["q_len"], context_len=0, num_logits=1)
+        rate = _FLOP_PER_S if point["weight_dtype"] == "float32" else _GPU_FLOP_PER_S
+        return 1 + (point["num_rounds"] + 2) * flops / rate
     kv_bytes = point["batch_size"] * point["context_len"] * shape.kv_bytes_per_token("bfloat16")
     moved = shape.weight_bytes_read(point["weight_dtype"]) + kv_bytes
     rate = 2 * _GPU_BYTES_PER_S if point["launch_mode"] == "graph" else _BYTES_PER_S

@@ -1,7 +1,8 @@
 """One model forward: decode, verify and a drafter's, at production shapes with random weights, taken apart.
 
 The cache is filled directly, so any context costs nothing to reach. All backends and query lengths of a cell are
-interleaved; on a GPU each forward is one CUDA graph, sampling included.
+interleaved; on a GPU each forward is one CUDA graph, sampling included. A prefill starts from an empty cache and is
+launched eagerly. With several devices the forward of one device's share is measured, and the all-reduces apart.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 from labkit.cost import kv_bytes_read
 from labkit.device_state import monitor
 from labkit.errors import InputError, Unsupported
-from labkit.experiments import common
+from labkit.experiments import common, step_communication
 from labkit.experiments.step_forwards import Forwards, call_shape, check_memory, kv_dtype_of
 from labkit.quality import Limits
 
 if TYPE_CHECKING:
     from labkit.models.decoder import Decoder
 
+_FORWARDS = ("decode", "verify", "draft", "draft_extend")  # one token, or several, of the target or a drafter
 PRESETS: dict[str, common.Axes] = {
     "cpu": {
         "target": ["smollm2-135m"],
@@ -31,6 +33,8 @@ PRESETS: dict[str, common.Axes] = {
         "q_len": [1, 3, 5],
         "weight_dtype": ["float32"],
         "kv_dtype": ["as activations"],
+        "phase": [*_FORWARDS],
+        "num_gpus": [1],
         "shared_prefix_len": [0],
         "launch_mode": ["eager"],
         "num_rounds": [10],
@@ -57,6 +61,9 @@ PRESETS["full"] = PRESETS["gpu"] | {
 }
 _THREE = ["triton_split", "fa3", "triton_nosplit"]
 _LLAMA: common.Axes = {"target": ["random:llama-3-8b"], "drafter": ["none"]}
+_PREFILL = _LLAMA | {"phase": ["prefill"], "context_len": [2048, 16384, 131072]}
+# Seconds a forward: few rounds, and never again.
+_PREFILL |= {"backend": ["flashinfer_fa2", "fa3", "sdpa_flash"], "num_rounds": [3], "max_repeats": [1]}
 _MORE_GRIDS: dict[str, list[common.Axes]] = {
     "full": [
         _LLAMA | {"context_len": _CONTEXTS[:3], "q_len": [1, 2, 4, 6, 8, 12, 16]},
@@ -71,7 +78,15 @@ _MORE_GRIDS: dict[str, list[common.Axes]] = {
             "context_len": [2048, 131072],
             "backend": ["triton_split", "triton_nosplit"],
         },
+        _PREFILL,
     ]
+}
+PRESETS["prefill"] = PRESETS["gpu"] | _PREFILL
+PRESETS["tensor-parallel"] = PRESETS["gpu"] | {
+    "target": ["random:llama-3-8b", "random:qwen3-32b"],
+    "num_gpus": [2, 1, 4, 8],
+    "backend": ["triton_split"],
+    "context_len": [131072, 2048, 16384],
 }
 # C1: one long prefix shared by all requests, 3 drafts.
 PRESETS["shared-prefix"] = PRESETS["gpu"] | {
@@ -89,8 +104,9 @@ PRESETS["ci"] = PRESETS["cpu"] | {
     "max_repeats": [1],
 }
 
+_WARM = ("shared_prefix_len", "launch_mode")  # of forwards over a filled cache
 _FIXED = ("num_rounds", *common.REPEATS, "seed", "energy_s")
-_CELL = ("target", "weight_dtype", "kv_dtype", "batch_size", "context_len", "shared_prefix_len", "launch_mode")
+_CELL = ("target", "num_gpus", "weight_dtype", "kv_dtype", "batch_size", "context_len", *_WARM)
 _DRAFTERS = ("none", "one layer")
 _WEIGHT_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
 _KV_DTYPES = ("as activations", "float8_e4m3fn")
@@ -99,17 +115,23 @@ _KV_DTYPES = ("as activations", "float8_e4m3fn")
 def points(preset: str, **axes: Sequence[Any]) -> list[dict[str, Any]]:
     """One point per forward; those of a cell share a ``group`` and are interleaved.
 
-    Raises InputError for an unknown preset, axis, backend, target, drafter or dtype, or a context of 0.
+    A ``prefill`` runs a whole prompt of the axis's `context_len`: its q_len is that, its own context_len 0.
+
+    Raises InputError for an unknown preset, axis, backend, target, drafter, dtype or phase, a context of 0, a number of
+    devices that the heads do not divide by, or a grid without a forward of the phases.
     """
     found: list[dict[str, Any]] = []
     for prefix, grid in common.grids(PRESETS, _MORE_GRIDS, preset, axes):
         found += _points_of_grid(grid, prefix)
+    if not found:
+        raise InputError(f"axis phase: no forward of this grid (its drafters and q_len) is one of {axes['phase']}")
     return found
 
 
 def _points_of_grid(grid: common.Axes, prefix: str) -> list[dict[str, Any]]:
     common.check_backends("backend", grid["backend"])
     known = {"drafter": _DRAFTERS, "weight_dtype": _WEIGHT_DTYPES, "kv_dtype": _KV_DTYPES}
+    known |= {"phase": (*_FORWARDS, "prefill")}
     for axis, names in (known | {"launch_mode": ("graph", "eager")}).items():
         common.check_names(axis, grid[axis], names)
     common.check_lengths(grid)
@@ -118,6 +140,10 @@ def _points_of_grid(grid: common.Axes, prefix: str) -> list[dict[str, Any]]:
         longest = max(grid["context_len"]) + max(grid["q_len"])
         if longest > shape.max_context_len:
             raise InputError(f"axis context_len: {target} holds {shape.max_context_len} tokens, got {longest}")
+        for num_gpus in grid["num_gpus"]:
+            shape.share_of(num_gpus)
+            if num_gpus > 1 and not common.is_random(target):
+                raise InputError(f"num_gpus: wanted 1 for stored weights, or a random: target; got {num_gpus}")
     fixed = {name: common.sole(grid, name) for name in _FIXED}
     found = []
     for values in product(*(grid[name] for name in _CELL)):
@@ -127,7 +153,19 @@ def _points_of_grid(grid: common.Axes, prefix: str) -> list[dict[str, Any]]:
             phase = "decode" if q_len == 1 else "verify"
             if drafter != "none":
                 phase = "draft" if q_len == 1 else "draft_extend"
-            found.append(cell | {"drafter": drafter, "backend": backend, "q_len": q_len, "phase": phase})
+            if phase in grid["phase"]:
+                found.append(cell | {"drafter": drafter, "backend": backend, "q_len": q_len, "phase": phase})
+    return found + (_prefills(grid, prefix, fixed) if "prefill" in grid["phase"] else [])
+
+
+def _prefills(grid: common.Axes, prefix: str, fixed: dict[str, Any]) -> list[dict[str, Any]]:
+    """The prefills of a grid: no prefix is shared, and kernels are launched one by one, whatever the grid says."""
+    found, axes = list[dict[str, Any]](), _CELL[: -len(_WARM)]
+    fixed = fixed | {"phase": "prefill", "shared_prefix_len": 0, "launch_mode": "eager"}
+    for values in product(*(grid[name] for name in axes)):
+        cell = fixed | dict(zip(axes, values, strict=True)) | {"group": f"{prefix}prefill/{'/'.join(map(str, values))}"}
+        cell |= {"q_len": cell["context_len"], "context_len": 0}
+        found += [cell | {"drafter": d, "backend": b} for d, b in product(grid["drafter"], grid["backend"])]
     return found
 
 
@@ -163,12 +201,15 @@ def measure(cell: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception
                 results[index] = error
     if not calls:
         return results
-    if first["launch_mode"] == "graph":
+    is_prefill = first["phase"] == "prefill"
+    if first["launch_mode"] == "graph" or (is_prefill and device != "cpu"):
         for name, parts in anatomy(calls).items():
             facts[name] |= parts
     limits = Limits(first)
     how = {"monitor": monitor(device), "device": device, "seed": first["seed"]}
-    timed = sample_rounds(calls, l2="warm", **how, **limits.of_rounds)
+    # A prefill ran when it was checked, and takes seconds.
+    timed = sample_rounds(calls, l2="warm", num_warmup=0 if is_prefill else 2, **how, **limits.of_rounds)
+    communication = step_communication.of_cell(cell, device)
     for name, call in calls.items():
         fact = facts[name] | _energy(call, first["energy_s"], device)
         own = [sample for sample in timed if sample["name"] == name]
@@ -176,6 +217,7 @@ def measure(cell: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception
             fact | {n: sample[n] for n in ("round", "sample", "state")} | {"forward_ms": sample["ms"]} for sample in own
         ]
         limits.mark(rows, "forward_ms")
+        step_communication.add_to(rows, *communication[int(name)])
         results[int(name)] = rows
     return results
 
@@ -191,7 +233,7 @@ def _facts(point: dict[str, Any], decoder: Decoder) -> dict[str, Any]:
         "drafter": None if point["drafter"] == "none" else point["drafter"],
         "linear_backend": "few_rows" if point["launch_mode"] == "graph" else decoder.linear_backend,
         "kv_dtype": kv_dtype_of(point),
-        "num_gpus": 1 if on_gpu else None,
+        "num_gpus": point["num_gpus"] if on_gpu or point["num_gpus"] > 1 else None,
         "gap_ms": None,
         "weight_bytes_read": shape.weight_bytes_read(point["weight_dtype"]),
         "kv_bytes_read": shape.num_attention_layers * kv_bytes_read(call),

@@ -19,12 +19,14 @@ if TYPE_CHECKING:
 
 _MAX_ERROR = 0.1  # of the logits between attention backends, after tens of layers in 16 bits
 _PAGE_SIZE = 16
-_WORKSPACE_BYTES = 6 << 30  # scratch of the backends, of the oracle and of drawing the weights
+PREFILL_CHUNK = 8192  # tokens of a prompt in one pass
+_CHECKED_ROWS = 1024  # query tokens of a prefill that are compared with the oracle, which holds float64 logits
+_WORKSPACE_BYTES = 6 << 30  # scratch of the backends, the oracle, a prefill's chunk, drawing the weights
 
 
 def shape_of(point: dict[str, Any]) -> ModelShape:
-    """The model of a forward: the target, or a drafter of one full-attention layer with the target's output head."""
-    shape = common.target_shape(point["target"])
+    """One device's share of a forward's model: the target, or one full-attention layer and the target's output head."""
+    shape = common.target_shape(places.model_source(point)).share_of(point["num_gpus"])
     if point["drafter"] != "none":
         shape = replace(shape, name=f"{shape.name}, one layer", num_layers=1, full_attention_interval=1)
     return shape
@@ -34,19 +36,19 @@ def memory_bytes(point: dict[str, Any]) -> float:
     """Weights, cache, states and logits of a forward of this point; what a backend needs for itself is not counted."""
     shape, kv_dtype = shape_of(point), kv_dtype_of(point)
     own = point["context_len"] - point["shared_prefix_len"]
-    tokens = point["shared_prefix_len"] + point["batch_size"] * (own + MAX_Q_LEN)
+    tokens = point["shared_prefix_len"] + point["batch_size"] * (own + max(point["q_len"], MAX_Q_LEN))
     cache = tokens * shape.kv_bytes_per_token(kv_dtype)
-    states = point["batch_size"] * point["q_len"] * shape.delta_state_bytes
-    rows = point["batch_size"] * point["q_len"]
+    rows = point["batch_size"] * (1 if point["phase"] == "prefill" else point["q_len"])  # with logits and states
+    states = rows * shape.delta_state_bytes
     return shape.weight_bytes(point["weight_dtype"]) + cache + states + 8 * rows * shape.vocab_size
 
 
-def _activation_dtype(point: dict[str, Any]) -> str:
+def activation_dtype(point: dict[str, Any]) -> str:
     return "bfloat16" if point["weight_dtype"] == "float8_e4m3fn" else point["weight_dtype"]
 
 
 def kv_dtype_of(point: dict[str, Any]) -> str:
-    return _activation_dtype(point) if point["kv_dtype"] == "as activations" else point["kv_dtype"]
+    return activation_dtype(point) if point["kv_dtype"] == "as activations" else point["kv_dtype"]
 
 
 def check_memory(points: list[dict[str, Any]], device: str) -> None:
@@ -67,12 +69,12 @@ def check_memory(points: list[dict[str, Any]], device: str) -> None:
         raise MemoryError(f"needs {needed / 1e9:.1f} GB, the device has {total / 1e9:.1f} GB; computed, not tried")
 
 
-def _model_key(point: dict[str, Any]) -> tuple[str, str]:
-    return places.model_source(point), point["weight_dtype"]
+def _model_key(point: dict[str, Any]) -> tuple[str, str, int]:
+    return places.model_source(point), point["weight_dtype"], point["num_gpus"]
 
 
 @lru_cache(maxsize=1)
-def _models(source: str, weight_dtype: str) -> dict[str, Decoder]:
+def _models(source: str, weight_dtype: str, num_gpus: int) -> dict[str, Decoder]:
     """Decoders of the present target by drafter, filled by `_decoder`; the worker keeps them from cell to cell."""
     return {}
 
@@ -85,7 +87,7 @@ def _decoder(point: dict[str, Any], device: str) -> Decoder:
         source: Any = shape_of(point) if common.is_random(point["target"]) else places.model_source(point)
         options = {"linear_backend": "torch.linear"} if point["launch_mode"] == "graph" else {}
         held[point["drafter"]] = load_model(
-            source, dtype=_activation_dtype(point), device=device, seed=point["seed"],
+            source, dtype=activation_dtype(point), device=device, seed=point["seed"],
             float8=point["weight_dtype"] == "float8_e4m3fn", **options,
         )  # fmt: skip
     return held[point["drafter"]]
@@ -101,11 +103,12 @@ class Forwards:
 
         first, self._device = points[0], device
         self.decoder = _decoder(first, device)
+        shape, is_prefill = self.decoder.shape, first["phase"] == "prefill"
         generator = torch.Generator(device).manual_seed(first["seed"])
         longest = max(point["q_len"] for point in points)
         self._cache: PagedKVCache = self.decoder.new_cache(
             first["batch_size"], first["context_len"] + longest, kv_dtype=kv_dtype_of(first), page_size=_PAGE_SIZE,
-            page_order="permuted" if device != "cpu" else "sequential", generator=generator,
+            page_order=_page_order(device, is_prefill), generator=generator,
         )  # fmt: skip
         if first["shared_prefix_len"]:
             self._cache.share_prefix(first["shared_prefix_len"])
@@ -113,9 +116,8 @@ class Forwards:
         self._tokens = torch.randint(
             self.decoder.shape.vocab_size, (first["batch_size"], longest), generator=generator, device=device
         )
-        shape = self.decoder.shape
         self._states = None
-        if shape.num_delta_layers:
+        if shape.num_delta_layers and not is_prefill:  # which a hybrid does not have
             self._states = DeltaState(shape, first["batch_size"], longest, self.decoder.activation_dtype, device)
         self._first_logits: Any = None
 
@@ -125,10 +127,20 @@ class Forwards:
         return self._eager(point) if point["launch_mode"] == "eager" else self._captured(point)
 
     def _eager(self, point: dict[str, Any]) -> Callable[[], object]:
+        """Launched kernel by kernel. Prompts are prefilled one after the other, in chunks: last token's logits only."""
+        import torch
+
         tokens, context_len = self._tokens[:, : point["q_len"]], point["context_len"]
+        prompts = tokens.tolist() if point["phase"] == "prefill" else []
+        how: dict[str, Any] = {"backend": point["backend"], "chunk": PREFILL_CHUNK}
 
         def call() -> Any:
-            logits = self.decoder.forward(tokens, self._cache, backend=point["backend"])
+            self._cache.truncate(context_len)  # another backend may have failed half-way
+            if prompts:
+                last = [self.decoder.prefill(ids, self._cache, r, **how) for r, ids in enumerate(prompts)]
+                logits = torch.stack(last)[:, None]
+            else:
+                logits = self.decoder.forward(tokens, self._cache, backend=point["backend"])
             self._cache.truncate(context_len)
             return logits.argmax(-1), logits
 
@@ -165,7 +177,11 @@ class Forwards:
 
 def _check_attention(point: dict[str, Any], shape: ModelShape, device: str) -> None:
     """The backend against the oracle at the shape about to be timed, one request; raises what is wrong."""
-    _check_once(point["backend"], call_shape(point, shape, batch_size=1), device)
+    call, is_prefill = call_shape(point, shape, batch_size=1), point["phase"] == "prefill"
+    if is_prefill:  # the last tokens of the prompt
+        q_len = min(call.q_len, _CHECKED_ROWS)
+        call = replace(call, q_len=q_len, context_len=call.q_len - q_len)
+    _check_once(point["backend"], call, device, is_prefill)
 
 
 def call_shape(point: dict[str, Any], model: ModelShape, batch_size: int) -> AttentionShape:
@@ -174,11 +190,21 @@ def call_shape(point: dict[str, Any], model: ModelShape, batch_size: int) -> Att
     return attention_shape(model, batch_size=batch_size, **lengths, **dtypes)
 
 
+def _page_order(device: str, is_prefill: bool) -> str:
+    """Pages of a long-lived cache lie anywhere; those of the empty one that a prompt fills follow each other."""
+    return "sequential" if device == "cpu" or is_prefill else "permuted"
+
+
 @cache
-def _check_once(backend: str, shape: AttentionShape, device: str) -> None:
+def _check_once(backend: str, shape: AttentionShape, device: str, is_prefill: bool) -> None:
     import torch
 
+    from labkit.attention.api import AttentionSpec
     from labkit.attention.inputs import verify_backend
 
-    order = "permuted" if device != "cpu" else "sequential"
-    verify_backend(backend, shape, generator=torch.Generator(device).manual_seed(0), device=device, page_order=order)
+    # Splits and cascades need the lse, which the flash kernel of PyTorch does not return.
+    how: dict[str, Any] = {
+        "page_order": _page_order(device, is_prefill),
+        "spec": AttentionSpec(return_lse=not is_prefill),
+    }
+    verify_backend(backend, shape, generator=torch.Generator(device).manual_seed(0), device=device, **how)

@@ -83,7 +83,9 @@ def claims_of(paths: Sequence[Path]) -> list[Claim]:
     if "loop" in by_experiment:
         found += _of_loop(by_experiment["loop"], by_experiment.get("acceptance", []))
     if "step" in by_experiment:
-        found += _of_cells(breakeven(load_runs("step", *by_experiment["step"]), None), "relative_step_cost")
+        rows = load_runs("step", *by_experiment["step"])
+        if {"decode", "verify"} <= set(rows["phase"]):  # a run of prefills has no costs of steps
+            found += _of_cells(breakeven(rows, None), "relative_step_cost")
     return found
 
 

@@ -161,6 +161,8 @@ def _fit(key: dict[str, Any], points: pd.DataFrame, sidecars: Sidecars, resample
     points = points.assign(modelled_ms=modelled, residual=np.log(measured / modelled))
     terms = _terms([*own, *shared], coefficients, path)
     findings = (*_violations(terms, points, facts, path), *_jumps(points))
+    if (key["num_gpus"] or 1) > 1 and not communication.all():
+        findings = (f"communication of {key['num_gpus']:g} devices: not measured, not in these times", *findings)
     return StepModel(key, path, ridge, terms, points.drop(columns="rounds"), findings, coefficients[:, 1:], facts)
 
 
@@ -233,7 +235,7 @@ def model_table(models: Sequence[StepModel]) -> pd.DataFrame:
     """The terms of all models, one row each, with the attention path, worst residual and findings of the model."""
     tables = []
     for model in models:
-        about = {"target": model.key["target"], "backend": model.key["backend"]}
+        about = {name: model.key[name] for name in ("target", "backend", "num_gpus")}
         about |= {name: model.key[name] for name in DTYPES if name in model.key}
         worst = float(np.expm1(model.points["residual"].abs().max()))
         about |= {"attention_path": model.kv_path, "worst_residual": worst, "findings": "; ".join(model.findings)}

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from labkit.cost import floor_ms
-from labkit.decide.forward_costs import FREE, loop_rows, without_shared_prefix
+from labkit.cost import floor_ms, forward_flops
+from labkit.decide.forward_costs import FREE, by_machine, loop_rows, without_shared_prefix
 from labkit.errors import InputError
 from labkit.plots.attention_table import calibrated, read_bandwidths
 from labkit.rows import fixed_context, ok_rows
-from labkit.shapes import dtype_bytes
+from labkit.shapes import dtype_bytes, model_shapes
 
 PARTS = ("attention_ms", "linear_ms", "other_ms", "sampling_ms", "communication_ms", "gap_ms")
 # A setting: inside one only phase, backend, q_len and context may differ.
@@ -37,7 +37,8 @@ def forward_table(step_rows: pd.DataFrame, sidecars: Sidecars | None = None) -> 
         kv_bytes_read, state_bytes, attention_floor_ms (keys and values once), state_floor_ms (states of gated-delta
         layers), linear_floor_ms (weights once, or two FLOPs per weight and token at the measured matrix rate if that is
         longer; no rate is measured for float8), floor_ms (all three), over_floor, peak_memory_bytes,
-        energy_j_per_step, num_samples. The floors hold no activations, sampling or launches.
+        energy_j_per_step, num_samples. The floors hold no activations, sampling, launches or communication, and are of
+        one device. A target's prefill has floor_ms alone: FLOPs over the matrix rate, where its shape is a known one.
 
     Raises InputError: no ok rows or a missing column.
     """
@@ -60,12 +61,15 @@ def _with_floors(table: pd.DataFrame, sidecars: Sidecars) -> pd.DataFrame:
     rate = pd.to_numeric(table["run_id"].map(read_bandwidths(sidecars)))
     table["attention_floor_ms"] = table["kv_bytes_read"] / rate / 1e6
     table["state_floor_ms"] = table["state_bytes"].fillna(0.0) / rate / 1e6
-    matrix = table["run_id"].map(calibrated(sidecars, "matrix_tflops_per_s"))
-    table["linear_floor_ms"] = [
-        _linear_floor(row, read, (known or {}).get(row["weight_dtype"]) if isinstance(known, Mapping) else None)
-        for row, read, known in zip(table.to_dict("records"), rate, matrix, strict=True)
-    ]
-    table["floor_ms"] = table["attention_floor_ms"] + table["state_floor_ms"] + table["linear_floor_ms"]
+    known = table["run_id"].map(calibrated(sidecars, "matrix_tflops_per_s"))
+    rows = table.to_dict("records")
+    rates = [x.get(row["weight_dtype"]) if isinstance(x, Mapping) else None for x, row in zip(known, rows, strict=True)]
+    table["linear_floor_ms"] = [_linear_floor(*args) for args in zip(rows, rate, rates, strict=True)]
+    parts = ["attention_floor_ms", "state_floor_ms", "linear_floor_ms"]
+    is_prefill = table["phase"] == "prefill"
+    prefill_ms = pd.Series([_prefill_floor(*args) for args in zip(rows, rates, strict=True)], table.index, dtype=float)
+    table["floor_ms"] = table[parts].sum(axis=1, skipna=False).mask(is_prefill, prefill_ms)
+    table[parts] = table[parts].mask(is_prefill)
     table["over_floor"] = table["forward_ms"] / table["floor_ms"]
     return table
 
@@ -78,13 +82,22 @@ def _linear_floor(row: Mapping[Any, Any], read_gb_per_s: float, tflops_per_s: fl
     return floor_ms(num_bytes, read_gb_per_s, flops=flops, tflops_per_s=tflops_per_s)
 
 
+def _prefill_floor(row: Mapping[Any, Any], tflops_per_s: float | None) -> float:
+    shape = model_shapes().get(str(row["target"]).removeprefix("random:"))
+    if row["phase"] != "prefill" or shape is None or not tflops_per_s or pd.notna(row["drafter"]):
+        return float("nan")
+    shape = shape.share_of(1 if pd.isna(row["num_gpus"]) else int(row["num_gpus"]))
+    call = {"batch_size": int(row["batch_size"]), "q_len": int(row["q_len"]), "context_len": 0, "num_logits": 1}
+    return forward_flops(shape, **call) / tflops_per_s / 1e9
+
+
 def one_setting(step_rows: pd.DataFrame) -> pd.DataFrame:
-    """The ok rows, without a shared prefix, of the GPU, target, batch size and dtypes that have most rows.
+    """The ok rows, without a shared prefix, of the machine, target, batch size and dtypes that have most rows.
 
     Drafters' forwards stay with the target they draft for. Raises InputError: no ok rows, or a missing column.
     """
     keys = ["gpu", "target", "batch_size", "weight_dtype", "kv_dtype"]
-    rows = without_shared_prefix(ok_rows(step_rows, "step", [*keys, "forward_ms"]))
+    rows = by_machine(without_shared_prefix(ok_rows(step_rows, "step", [*keys, "forward_ms"])))
     best = rows.groupby(keys).size().sort_values(kind="stable").index[-1]
     return rows[(rows[keys] == list(best)).all(axis=1)]
 
@@ -98,7 +111,7 @@ def throughput_table(
     ``acceptance_length``, imposed, over step_ms; drafting free), plain_ms and plain_tokens_per_s (NaN where decode was
     not measured on the backend). Raises InputError: no such rows.
     """
-    table = forward_table(step_rows)
+    table = by_machine(forward_table(step_rows))
     table = table[table["shared_prefix_len"] > 0]
     keys = ["gpu", "target", "batch_size", "shared_prefix_len", "context_len", "weight_dtype", "kv_dtype", "backend"]
     verify = table[(table["phase"] == "verify") & (table["q_len"] == num_speculative_tokens + 1)]
@@ -126,7 +139,7 @@ def closure_table(step_rows: pd.DataFrame, loop_costs: pd.DataFrame | None = Non
     Returns columns gpu, target, batch_size, check, num_cells, median_residual, worst_residual (share of the whole,
     without sign), closes (median at most `CLOSURE_LIMIT`).
     """
-    table = forward_table(step_rows)
+    table = by_machine(forward_table(step_rows))
     share = (table["residual_ms"] / table["forward_ms"]).abs()
     found = [table.assign(check="parts of a forward", share=share)]
     if loop_costs is not None and len(fixed_context(loop_costs)):
