@@ -48,8 +48,10 @@ def test_contexts_of_one_prompt_are_one_text():
 def test_a_single_prompt_and_a_constant_measure_are_unknown():
     one = compatibility_table(overlapping([1, 0, 2], overlap=0.4))
     assert one[["rank_correlation", "fit_error", "error_of_mean"]].isna().all(axis=None)
+    two = compatibility_table(overlapping([1, 0, 2], [0, 0, 1], overlap=[0.4, 0.5]))
+    assert two["fit_error"].isna().all()
     rng = np.random.default_rng(0)
-    table = compatibility_table(overlapping(*(kept(rng, share, 99) for share in (0.2, 0.9)), overlap=0.4))
+    table = compatibility_table(overlapping(*(kept(rng, share, 99) for share in (0.2, 0.5, 0.9)), overlap=0.4))
     assert table.set_index("measure").loc["top_k_overlap", ["rank_correlation", "fit_error"]].isna().all()
 
 
