@@ -105,7 +105,7 @@ def _overlapping(df: pd.DataFrame) -> pd.DataFrame:
     texts = text_table(df)
     if "top_k_overlap" not in texts or texts["top_k_overlap"].isna().all():
         raise InputError("acceptance rows: want top_k_overlap; these runs are older, or hold only drafters without one")
-    return texts.dropna(subset="top_k_overlap").astype({"top_k_overlap": float, "top_k_hit": float})
+    return texts.dropna(subset=["top_k_overlap", "measured"]).astype({"top_k_overlap": float, "top_k_hit": float})
 
 
 def _real_speedups(loop: pd.DataFrame) -> pd.Series:
