@@ -38,6 +38,15 @@ def test_a_measure_that_decides_the_length_foretells_it_and_noise_does_not():
     )
 
 
+def test_a_text_without_a_complete_step_is_left_out():
+    rng = np.random.default_rng(0)
+    many = [kept(rng, share, 99) for share in (0.2, 0.4, 0.7, 0.9)]
+    rows = overlapping(*many, [K], overlap=[0.2, 0.3, 0.6, 0.9, 0.1])  # a stop inside the first draft
+    table = compatibility_table(rows)
+    assert set(table["num_prompts"]) == {4}
+    pd.testing.assert_frame_equal(table, compatibility_table(rows.iloc[:4]))
+
+
 def test_contexts_of_one_prompt_are_one_text():
     rng = np.random.default_rng(0)
     once = overlapping(*(kept(rng, share, 500) for share in (0.2, 0.4, 0.6, 0.8)), overlap=[0.3, 0.4, 0.5, 0.7])
@@ -48,8 +57,10 @@ def test_contexts_of_one_prompt_are_one_text():
 def test_a_single_prompt_and_a_constant_measure_are_unknown():
     one = compatibility_table(overlapping([1, 0, 2], overlap=0.4))
     assert one[["rank_correlation", "fit_error", "error_of_mean"]].isna().all(axis=None)
+    two = compatibility_table(overlapping([1, 0, 2], [0, 0, 1], overlap=[0.4, 0.5]))
+    assert two["fit_error"].isna().all()
     rng = np.random.default_rng(0)
-    table = compatibility_table(overlapping(*(kept(rng, share, 99) for share in (0.2, 0.9)), overlap=0.4))
+    table = compatibility_table(overlapping(*(kept(rng, share, 99) for share in (0.2, 0.5, 0.9)), overlap=0.4))
     assert table.set_index("measure").loc["top_k_overlap", ["rank_correlation", "fit_error"]].isna().all()
 
 

@@ -35,7 +35,7 @@ def compatibility_table(df: pd.DataFrame) -> pd.DataFrame:
         count, length = len(prompts), prompts["measured"].to_numpy() - prompts["measured"].mean()
         for name in names:
             measure = prompts[name].to_numpy() - prompts[name].mean()
-            spread = measure @ measure if prompts[name].nunique() > 1 else np.nan
+            spread = measure @ measure if count > 2 and prompts[name].nunique() > 1 else np.nan
             rank = prompts[name].rank().corr(prompts["measured"].rank())
             with np.errstate(divide="ignore", invalid="ignore"):  # too few prompts
                 half = 1.96 * np.sqrt((1 + rank**2 / 2) / np.float64(max(count - 3, 0)))  # Bonett and Wright 2000
@@ -105,7 +105,7 @@ def _overlapping(df: pd.DataFrame) -> pd.DataFrame:
     texts = text_table(df)
     if "top_k_overlap" not in texts or texts["top_k_overlap"].isna().all():
         raise InputError("acceptance rows: want top_k_overlap; these runs are older, or hold only drafters without one")
-    return texts.dropna(subset="top_k_overlap").astype({"top_k_overlap": float, "top_k_hit": float})
+    return texts.dropna(subset=["top_k_overlap", "measured"]).astype({"top_k_overlap": float, "top_k_hit": float})
 
 
 def _real_speedups(loop: pd.DataFrame) -> pd.Series:
