@@ -68,7 +68,11 @@ _MORE_GRIDS: dict[str, list[common.Axes]] = {
     "full": [
         _LLAMA | {"context_len": _CONTEXTS[:3], "q_len": [1, 2, 4, 6, 8, 12, 16]},
         _LLAMA | {"context_len": [65536, 16384, 1024, 8192, 4096], "q_len": [1, 4, 8, 16]},
-        {"kv_dtype": ["float8_e4m3fn"], "backend": ["triton_split", "flashinfer_fa2"], "drafter": ["none"]},
+        {
+            "kv_dtype": ["float8_e4m3fn"],
+            "backend": ["triton_split", "flashinfer_fa2", "triton_decode8", "triton_nosplit"],
+            "drafter": ["none"],
+        },
         _LLAMA | {"context_len": [16384, 2048, 65536], "batch_size": [4, 16], "backend": _THREE},
         _LLAMA | {"target": ["random:qwen3-32b"], "context_len": [131072, 2048, 16384], "backend": _THREE},
         _LLAMA | {"backend": ["triton_split"], "context_len": [2048, 131072], "q_len": [1, 8], "energy_s": [2]},
@@ -78,7 +82,7 @@ _MORE_GRIDS: dict[str, list[common.Axes]] = {
             "context_len": [2048, 131072],
             "backend": ["triton_split", "triton_nosplit"],
         },
-        _PREFILL,
+        _PREFILL | {"context_len": [2048, 16384]},
     ]
 }
 PRESETS["prefill"] = PRESETS["gpu"] | _PREFILL
