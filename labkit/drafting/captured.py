@@ -37,6 +37,7 @@ class CapturedDrafter(HeadDrafter):
     def __init__(self, head: Any, target: ModelTarget, *, num_speculative_tokens: int):
         super().__init__(head, target, backend="triton_split")
         self._k = min(num_speculative_tokens, head.block_size - 1) if self._is_block else num_speculative_tokens
+        self._counts = range(0 if self._is_block else 1, num_speculative_tokens + 2)  # of tokens that a verify added
         self._graphs: dict[int, _Graph] = {}
 
     def start(self, requests: Sequence[Request]) -> None:
@@ -44,14 +45,13 @@ class CapturedDrafter(HeadDrafter):
         if len(requests) != 1:
             raise ValueError(f"requests: a captured draft serves one, got {len(requests)}")
         cache = self._empty_cache(1)
-        for num_new in range(0 if self._is_block else 1, self._k + 2):
-            if num_new not in self._graphs:
-                self._graphs[num_new] = graph = _Graph(self, cache, num_new)
-                graph.replay = run = partial(self._run, graph)
-                if graph.drafted.is_cuda:
-                    run()
-                    torch.cuda.synchronize()
-                    graph.replay = captured(run)
+        for num_new in self._counts if not self._graphs else ():
+            self._graphs[num_new] = graph = _Graph(self, cache, num_new)
+            graph.replay = run = partial(self._run, graph)
+            if graph.drafted.is_cuda:
+                run()
+                torch.cuda.synchronize()
+                graph.replay = captured(run)
         super().start(requests)
 
     def _run(self, graph: _Graph) -> None:
@@ -96,8 +96,8 @@ class _Graph:
         self.states = torch.zeros(1, num_new, width, dtype=decoder.activation_dtype, device=decoder.device)
         attention: dict[str, Any] = {"num_qo_heads": head.shape.num_qo_heads, "backend": drafter.backend}
         self.new = DevicePlace(cache, max(num_new, 1), **attention)
-        rows, is_block = (head.block_size, True) if drafter._is_block else (1, False)
-        self.behind = DevicePlace(cache, rows, is_block=is_block, **attention)
+        rows = head.block_size if drafter._is_block else 1
+        self.behind = DevicePlace(cache, rows, is_block=drafter._is_block, **attention)
         self.replay: Any = None
 
 
