@@ -72,6 +72,13 @@ class PreparedAttention:
             raise ValueError(f"out must be contiguous, got strides {out.stride()}")
         self._run(q, layer, out, lse)
 
+    @property
+    def kv_lens(self) -> Tensor:
+        """int32 ``[batch_size]``: what a replay reads, for graphs that write it. Raises Unsupported: as `replan`."""
+        self.replan()
+        kv_lens: Tensor = vars(self._run)["kv_lens"]
+        return kv_lens
+
     def replan(self) -> None:
         """Take over the cache's present lengths, for a call that was captured in a graph and is replayed.
 

@@ -25,6 +25,7 @@ from labkit.speculation import Draft, Request
 
 if TYPE_CHECKING:
     from labkit.kv_cache import PagedKVCache
+    from labkit.models.device_place import DevicePlace
 
 
 _TREE_BACKEND = "sdpa_masked"
@@ -79,7 +80,9 @@ class AutoregressiveHead(Head):
             states = self._input_norm(states)
         return self._fc(states.flatten(0, 1)).view(*states.shape[:2], -1)
 
-    def step(self, token_ids: Tensor, states: Tensor, cache: PagedKVCache, *, backend: str, **tree: Any) -> Tensor:
+    def step(
+        self, token_ids: Tensor, states: Tensor, cache: PagedKVCache | DevicePlace, *, backend: str, **tree: Any
+    ) -> Tensor:
         """One pass over ``[batch_size, q_len]`` tokens, each with its state; returns what is fed back in their place.
 
         tree : ``spec`` and ``depths`` of `labkit.models.layers.Layers.run`.

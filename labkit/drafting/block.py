@@ -22,6 +22,7 @@ from labkit.speculation import Draft, Request
 
 if TYPE_CHECKING:
     from labkit.kv_cache import PagedKVCache
+    from labkit.models.device_place import DevicePlace
 
 _WITHIN_BLOCK = AttentionSpec(causal=False)
 
@@ -53,12 +54,12 @@ class BlockHead(Head):
             self._norm = self.layers.norm(checkpoint("norm.weight", (width,)))
             self._head = None if self.token_ids is None else self._output(checkpoint)
 
-    def inject(self, states: Tensor, cache: PagedKVCache) -> None:
+    def inject(self, states: Tensor, cache: PagedKVCache | DevicePlace) -> None:
         """Cache what the layers make of the target's states ``[batch_size, q_len, taps * target hidden]``."""
         context = self._hidden_norm(self._fc(states.flatten(0, 1)))
         self.layers.inject(context.view(*states.shape[:2], -1), cache)
 
-    def block_logits(self, last_token_ids: Tensor, cache: PagedKVCache, *, backend: str) -> Tensor:
+    def block_logits(self, last_token_ids: Tensor, cache: PagedKVCache | DevicePlace, *, backend: str) -> Tensor:
         """float32 logits ``[batch_size, block_size - 1, draft vocabulary]`` of the masks behind the last tokens.
 
         The cache keeps the block's entries; its caller drops them.

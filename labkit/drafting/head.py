@@ -12,6 +12,7 @@ from torch import Tensor
 from labkit.accept import sampling_probs
 from labkit.drafting.checkpoint import Checkpoint, read_checkpoint
 from labkit.models.layers import Layers
+from labkit.shapes import MAX_Q_LEN
 from labkit.speculation import Request
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class HeadDrafter(ABC):
 
     _kind: ClassVar[type[Any]]
     _backend: ClassVar[str] = "sdpa"
+    _cache: PagedKVCache
 
     def __init__(
         self,
@@ -87,14 +89,21 @@ class HeadDrafter(ABC):
 
     def start(self, requests: Sequence[Request]) -> None:
         """The head's own prefill over the prompts."""
-        room = min(self.target.cache.max_context_len, self.head.shape.max_context_len)
-        self._cache = self.head.layers.new_cache(len(requests), room + 64)
+        cache = self._empty_cache(len(requests))
         self._rows = {request.index: row for row, request in enumerate(requests)}
         with torch.inference_mode():
             for row, request in enumerate(requests):
                 for start in range(0, len(request.token_ids) - 1, _CHUNK):
                     stop = min(start + _CHUNK, len(request.token_ids) - 1)
-                    self._prefill(request, self._cache.rows([row]), start, stop - start)
+                    self._prefill(request, cache.rows([row]), start, stop - start)
+
+    def _empty_cache(self, batch_size: int) -> PagedKVCache:
+        """The head's own cache, the same one as long as the batch is."""
+        if not hasattr(self, "_cache") or self._cache.batch_size != batch_size:
+            room = min(self.target.cache.max_context_len, self.head.shape.max_context_len)
+            self._cache = self.head.layers.new_cache(batch_size, room + MAX_Q_LEN)
+        self._cache.truncate(0)
+        return self._cache
 
     @abstractmethod
     def _prefill(self, request: Request, cache: PagedKVCache, start: int, num_tokens: int) -> None:

@@ -195,6 +195,8 @@ def draft_with(point: dict[str, Any], target: ModelTarget) -> Drafter:
     generator = torch.Generator(common.device()).manual_seed(point["seed"] + 1)
     folder = places.draft_folder(point, point["drafter"])
     options = {"temperature": point.get("temperature", 0.0), "generator": generator}
+    if point.get("launch_mode") == "graph" and point["batch_size"] == 1:
+        options["captured_k"] = point["num_speculative_tokens"]
     return make_drafter(point["drafter"], folder, target, **options)
 
 

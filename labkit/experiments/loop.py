@@ -93,9 +93,6 @@ def points(preset: str, **axes: Sequence[Any]) -> list[dict[str, Any]]:
     fixed["max_new_tokens"] = common.sole(grid, "max_new_tokens")
     common.check_names("launch_mode", grid["launch_mode"], ("graph", "eager"))
     real = fixed["acceptance"] == "real"
-    if real and fixed["launch_mode"] == "graph":
-        wanted = "only imposed acceptance (none, forced) is replayed; wanted eager with acceptance=real"
-        raise InputError(f"launch_mode graph: {wanted}")
     if real and fixed["max_new_tokens"] < 2:
         raise InputError("axis max_new_tokens: wanted 2 or more (the prefill yields the first), got 1")
     new_tokens = _num_new_tokens(fixed | {"num_speculative_tokens": max(grid["num_speculative_tokens"])})
@@ -155,15 +152,15 @@ def measure(arms: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception
         return [Unsupported("launch_mode graph needs a CUDA device") for _ in arms]
     rows: list[list[dict[str, Any]]] = [[] for _ in arms]
     errors: dict[int, Exception] = {}
+    first, runs = arms[0], list[_Arm]()
+    prompt_ids = _prompt_ids(first)
+    target = _target(arms, prompt_ids)
     for index, arm in enumerate(arms):
         try:
             _check_attention(arm)
+            runs += _runs(index, arm, target)
         except Exception as error:  # handed to the sweep, which stores it as this arm's status
             errors[index] = error
-    first = arms[0]
-    prompt_ids = _prompt_ids(first)
-    target = _target(arms, prompt_ids)
-    runs = [run for index, arm in enumerate(arms) if index not in errors for run in _runs(index, arm, target)]
     shuffle = random.Random(first["seed"])
     watch, limits = monitor(common.device()), Limits(first)
     for round_index in chain([-1], limits.rounds(rows, "step_ms", _ALIKE)):  # round -1 warms up and is not kept
@@ -192,12 +189,17 @@ def _prompt_ids(point: dict[str, Any]) -> list[int]:
 def _runs(index: int, point: dict[str, Any], target: ModelTarget) -> list[_Arm]:
     """The plain arm as it is; the speculative arm once, or at every draft length when acceptance is imposed."""
     from labkit.drafting.forced import ForcedDrafter, fixed_acceptance
+    from labkit.models.graph_target import GraphTarget
 
+    real = point["acceptance"] == "real"
+    captures_ahead = target.capture if real and isinstance(target, GraphTarget) else lambda backend, q_lens: None
     if point["arm"] == "plain":
+        captures_ahead(point["decode_backend"], [1])
         return [_Arm(index, point, None)]
-    if point["acceptance"] == "real":
-        return [_Arm(index, point, draft_with(point, target))]
     k = point["num_speculative_tokens"]
+    if real:
+        captures_ahead(point["verify_backend"], range(1, k + 2))
+        return [_Arm(index, point, draft_with(point, target))]
     wanted: list[tuple[int, int, float | None]] = [(j, 0, None) for j in range(k + 1)]
     wanted += [(k, 0, 0.0), (k, k, 1.0)] if point["acceptance"] == "forced" else []
     return [
@@ -214,6 +216,7 @@ def _target(arms: list[dict[str, Any]], prompt_ids: list[int]) -> ModelTarget:
     """The target of one group, with room for the arm that adds most."""
     import torch
 
+    from labkit.models.graph_target import FilledGraphTarget, GraphTarget
     from labkit.models.target import FilledTarget, ModelTarget
 
     point = arms[0]
@@ -222,14 +225,12 @@ def _target(arms: list[dict[str, Any]], prompt_ids: list[int]) -> ModelTarget:
     room = min(len(prompt_ids) + new_tokens + 24, decoder.shape.max_context_len)
     options: dict[str, Any] = {"batch_size": point["batch_size"], "max_context_len": room, "verify_backend": "sdpa"}
     options["taps"] = places.taps(point, decoder)
+    is_graph = point["launch_mode"] == "graph"
+    options |= {"max_q_len": 17} if is_graph else {}
     if point["acceptance"] == "real":
-        return ModelTarget(decoder, **options)
+        return (GraphTarget if is_graph else ModelTarget)(decoder, **options)
     generator = torch.Generator(common.device()).manual_seed(point["seed"])
-    if point["launch_mode"] == "graph":
-        from labkit.models.graph_target import GraphTarget
-
-        return GraphTarget(decoder, max_q_len=17, generator=generator, **options)
-    return FilledTarget(decoder, generator=generator, **options)
+    return (FilledGraphTarget if is_graph else FilledTarget)(decoder, generator=generator, **options)
 
 
 def _check_attention(point: dict[str, Any]) -> None:
@@ -251,6 +252,8 @@ def _check_attention(point: dict[str, Any]) -> None:
     )
     name = point["verify_backend"] if speculative else point["decode_backend"]
     if speculative and split_name(point["drafter"])[1] == "tree":
+        if point["launch_mode"] == "graph" and point["acceptance"] == "real":
+            raise Unsupported("launch_mode graph: draft trees have no captured forward, each has another mask")
         tree = replace(checked, q_len=TREE_NODES + 1, mask="tree")
         if reason := lookup(name).supports(tree, common.device()):
             raise Unsupported(f"backend {name!r}, draft trees: {reason}")

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from labkit.attention.api import DEFAULT_SPEC, AttentionSpec, prepare
 from labkit.kv_cache import PagedKVCache
+from labkit.models.device_place import DevicePlace
 from labkit.models.gated_delta import DeltaLayer, delta_weights
 from labkit.models.linear import Float8Linear, Linear, activation_dtype, make_linear, resolve_linear_backend
 from labkit.models.norm import RMSNorm
@@ -155,7 +156,7 @@ class Layers:
     def run(
         self,
         hidden: Tensor,
-        cache: PagedKVCache,
+        cache: PagedKVCache | DevicePlace,
         *,
         backend: str,
         spec: AttentionSpec = DEFAULT_SPEC,
@@ -166,6 +167,7 @@ class Layers:
         """Run ``[batch_size, q_len, hidden_size]`` behind what the cache holds; advances it by `q_len`.
 
         hidden : changed in place, and returned.
+        cache : a place on the device brings its own attention, whatever `backend` and `spec` are.
         depths : int64 ``[batch_size, q_len]``, positions counted from the context's end; 0, 1, 2, .. when None.
         qkv_input : ``[batch_size, q_len, qkv_width]`` in place of the first layer's normed input.
         """
@@ -174,7 +176,7 @@ class Layers:
         flat = hidden.view(-1, width)
         rotation, rotated, staged = self._staged(batch_size, q_len, cache, depths)
         q, k, v = self._split(staged)
-        attention = prepare(q, cache, backend=backend, spec=spec)
+        attention = cache if isinstance(cache, DevicePlace) else prepare(q, cache, backend=backend, spec=spec)
         attended = attention.out.view(batch_size * q_len, -1)
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, AttentionLayer)
@@ -191,7 +193,7 @@ class Layers:
         cache.advance(q_len)
         return hidden
 
-    def inject(self, states: Tensor, cache: PagedKVCache) -> None:
+    def inject(self, states: Tensor, cache: PagedKVCache | DevicePlace) -> None:
         """Append K and V that each layer makes of ``[batch_size, q_len, hidden_size]``, without attention or MLP.
 
         The fused product makes q too, which is dropped.
@@ -206,7 +208,7 @@ class Layers:
         cache.advance(q_len)
 
     def _staged(
-        self, batch_size: int, q_len: int, cache: PagedKVCache, depths: Tensor | None
+        self, batch_size: int, q_len: int, cache: PagedKVCache | DevicePlace, depths: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What turns q, k and v, where they are turned, and where they stand in the cache's dtype.
 
@@ -231,13 +233,14 @@ class Layers:
         if self.dtype != torch.float32:
             staged.copy_(torch.view_as_real(rotated).view_as(staged))
 
-    def _rotation(self, q_len: int, cache: PagedKVCache, depths: Tensor | None) -> Tensor:
+    def _rotation(self, q_len: int, cache: PagedKVCache | DevicePlace, depths: Tensor | None) -> Tensor:
         """complex64 ``[batch_size * q_len, all heads * head_dim / 2]``: turns q and k, leaves v. No host sync."""
-        lens = cache.context_lens
-        if depths is None and len(lens) <= _MAX_SLICES:
+        if isinstance(cache, DevicePlace):
+            turns = self.rope[cache.positions]
+        elif depths is None and len(lens := cache.context_lens) <= _MAX_SLICES:
             turns = torch.cat([self.rope[start : start + q_len] for start in lens])
         else:
-            starts = torch.tensor(lens).to(self.device, non_blocking=True)[:, None]
+            starts = torch.tensor(cache.context_lens).to(self.device, non_blocking=True)[:, None]
             steps = torch.arange(q_len, device=self.device) if depths is None else depths
             turns = self.rope[(starts + steps).flatten()]
         still = torch.ones_like(turns)

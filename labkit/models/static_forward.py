@@ -6,6 +6,7 @@ graph serves every context that the attention backend can replay.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,17 +20,21 @@ from labkit.kv_cache import PagedKVCache
 from labkit.models.decoder import Decoder
 from labkit.models.few_rows import FewRows, num_splits_of
 from labkit.models.gated_delta import DeltaLayer, DeltaState
+from labkit.models.layers import Taps
 from labkit.models.linear import Linear, PlainLinear
+from labkit.timing import captured
 
 
 class StaticForward:
     """A forward of `q_len` tokens per request over all of a cache's requests.
 
-    token_ids : int64 ``[batch_size, q_len]``, the input; write into it before `run` or `replay`.
+    token_ids : int64 ``[batch_size, q_len]``, the input; write into it before `run` or `replay`, which is the captured
+        run once there is one.
     logits : float32 ``[batch_size, q_len, vocab_size]``, and `next_ids`, int64 ``[batch_size, q_len]``, their argmax.
 
     backend : of the attention, prepared for the cache's present lengths.
     delta_state : of a hybrid, with room for `q_len` tokens; forwards on one cache share it.
+    taps : hidden states that each run writes into ``taps.out``, as `Decoder.forward` does.
     pdl : launch kernels while their predecessors end (programmatic dependent launch); Hopper or newer.
     """
 
@@ -43,7 +48,9 @@ class StaticForward:
         spec: AttentionSpec = DEFAULT_SPEC,
         pdl: bool = False,
         delta_state: DeltaState | None = None,
+        taps: Taps | None = None,
     ):
+        self.taps = taps
         shape, self.decoder, self.cache, self.q_len, self.pdl = decoder.shape, decoder, cache, q_len, pdl
         linears = [linear for linear in decoder.linears if isinstance(linear, PlainLinear)]
         if len(linears) < len(decoder.linears):
@@ -68,7 +75,7 @@ class StaticForward:
         # One part is the logits themselves; the few rows of a small vocabulary are split and must be added up.
         self.logits = head[0].view(vocab) if len(head) == 1 else torch.empty(vocab, device=device)
         self.next_ids = torch.zeros_like(self.token_ids)
-        self._graph: Any = None
+        self.replay: Callable[[], object] = self.run  # as long as nothing is captured
         self.set_lengths()
 
     def _set_up_delta(self, state: DeltaState | None) -> None:
@@ -98,14 +105,7 @@ class StaticForward:
         """Run once, then record the kernels of a run in a CUDA graph."""
         self.run()
         torch.cuda.synchronize()
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            self.run()
-        self._graph.replay()
-
-    def replay(self) -> None:
-        """Run the captured graph."""
-        self._graph.replay()
+        self.replay = captured(self.run)
 
     def run(self) -> None:
         """Launch the kernels. The cache gets the new keys and values, but is not advanced."""
@@ -117,8 +117,8 @@ class StaticForward:
         torch.index_select(decoder.embedding, 0, self.token_ids.view(-1), out=self._hidden)
         parts: Tensor | None = None
         num_attention = num_delta = 0
-        for layer in decoder.layers:
-            self._add_norm(parts, layer.attention_norm)
+        for index, layer in enumerate(decoder.layers):
+            self._add_norm(parts, layer.attention_norm, index - 1)
             if isinstance(layer, DeltaLayer):
                 mixed = self._mix_delta(num_delta, layer)
                 num_delta += 1
@@ -128,11 +128,13 @@ class StaticForward:
             self._add_norm(self._product(layer.attention_out, mixed), layer.mlp_norm)
             self._silu_mul(self._product(layer.gate_up, self._normed))
             parts = self._product(layer.down, self._activated)
-        self._add_norm(parts, decoder.final_norm)
+        self._add_norm(parts, decoder.final_norm, len(decoder.layers) - 1)
         head = self._product(decoder.head, self._normed)
         if len(head) > 1:
             torch.sum(head, dim=0, out=self.logits.view(head.shape[1:]))
         torch.argmax(self.logits, dim=-1, out=self.next_ids)
+        if self.taps is not None:
+            self.taps.keep(len(decoder.layers), self._normed)
 
     def _attend(self, index: int, layer: Any) -> Tensor:
         parts = self._product(layer.qkv, self._normed)
@@ -148,14 +150,18 @@ class StaticForward:
     def _pdl(self) -> dict[str, Any]:
         return {"PDL": True, "launch_pdl": True} if self.pdl else {"PDL": False}
 
-    def _add_norm(self, parts: Tensor | None, norm: Any) -> None:
+    def _add_norm(self, parts: Tensor | None, norm: Any, behind: int | None = None) -> None:
+        """`behind` a layer the sum is its whole state, since what its MLP added is still in `parts` until here."""
         from labkit.models.triton_ops import add_norm_kernel
 
-        width = self._hidden.shape[1]
+        width, tap, tap_stride = self._hidden.shape[1], self._hidden, 0
+        if is_tapped := self.taps is not None and behind in self.taps.layers:
+            tap_stride = self.taps.out.shape[-1]
+            tap = self.taps.out.view(-1, tap_stride)[:, self.taps.layers.index(behind) * width :]
         add_norm_kernel[(self.num_rows,)](
-            self._hidden, self._hidden if parts is None else parts, norm.weight, self._normed, width,
-            self.num_rows * width, norm.eps, BLOCK=power_of_two(width), NUM_SPLITS=0 if parts is None else len(parts),
-            num_warps=8, **self._pdl(),
+            self._hidden, self._hidden if parts is None else parts, norm.weight, self._normed, tap, width,
+            self.num_rows * width, tap_stride, norm.eps, BLOCK=power_of_two(width),
+            NUM_SPLITS=0 if parts is None else len(parts), TAP=is_tapped, num_warps=8, **self._pdl(),
         )  # fmt: skip
 
     def _rope_append(self, index: int, layer: Any, parts: Tensor) -> None:

@@ -73,7 +73,7 @@ class ModelTarget:
         """Score each last token and its drafts in one pass [batch_size, q_len, vocab_size]."""
         last = torch.tensor([[request.token_ids[-1]] for request in requests])
         device = draft.token_ids.device  # one copy to the model's device where the draft was made on the host
-        tokens = torch.cat([last.to(device), draft.token_ids], dim=1).to(self.decoder.device)
+        tokens = torch.cat([last.to(device, non_blocking=True), draft.token_ids], dim=1).to(self.decoder.device)
         if draft.parents is None:
             return self._forward(requests, tokens, self.verify_backend)
         masks, depths = tree_rows(draft.parents)
@@ -101,6 +101,8 @@ class ModelTarget:
         """
         if missing := [tap for tap in taps if tap not in self.taps]:
             raise ValueError(f"taps: wanted some of {self.taps}, got {missing[0]}")
+        if len(requests) == 1 and tuple(taps) == self.taps:  # nothing is gathered, nothing copied to the device
+            return self._hidden[self._row_of[requests[0].index], start[0] : start[0] + num_tokens][None]
         rows = torch.tensor([self._row_of[request.index] for request in requests], device=self.decoder.device)
         places = torch.tensor(start, device=self.decoder.device)[:, None]
         places = places + torch.arange(num_tokens, device=self.decoder.device)
@@ -125,12 +127,17 @@ class ModelTarget:
         self.cache.advance(shared)
         self._cached[0] = list(token_ids[:shared])
 
-    def _forward(self, requests: Sequence[Request], tokens: Tensor, backend: str, **tree: Any) -> Tensor:
+    def _rolled_back(self, requests: Sequence[Request]) -> tuple[tuple[int, ...], PagedKVCache]:
+        """The rows of these requests, and a view on them that holds all but the last token of each."""
         rows = tuple(self._row_of[request.index] for request in requests)
         active = self._view(rows)
         active.truncate([len(request.token_ids) - 1 for request in requests])
         for row, request in zip(rows, requests, strict=True):
             self._cached[row] = request.token_ids  # the same list: it grows with what the loop keeps
+        return rows, active
+
+    def _forward(self, requests: Sequence[Request], tokens: Tensor, backend: str, **tree: Any) -> Tensor:
+        rows, active = self._rolled_back(requests)
         if not self.taps:
             return self.decoder.forward(tokens, active, backend=backend, logits="all", **tree)
         states = self._hidden.new_empty(*tokens.shape, self._hidden.shape[2])

@@ -78,10 +78,13 @@ def few_rows_kernel(
 
 @triton.jit
 def add_norm_kernel(
-    hidden, partial, weight, out, width, split_stride, eps, BLOCK: tl.constexpr, NUM_SPLITS: tl.constexpr,
-    PDL: tl.constexpr,
+    hidden, partial, weight, out, tap, width, split_stride, tap_stride, eps, BLOCK: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, TAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows,): add the sums of `partial` to `hidden` ``[rows, width]`` (not if NUM_SPLITS is 0), then RMSNorm."""
+    """Grid (rows,): add the sums of `partial` to `hidden` ``[rows, width]`` (not if NUM_SPLITS is 0), then RMSNorm.
+
+    `TAP`: the sum also goes to `tap`, whose rows lie `tap_stride` apart.
+    """
     if PDL:
         gdc_launch_dependents()
     offset = tl.arange(0, BLOCK)
@@ -94,6 +97,8 @@ def add_norm_kernel(
     if NUM_SPLITS > 0:
         value += sum_splits(partial, row + offset, mask, split_stride, NUM_SPLITS)
         tl.store(hidden + row + offset, value.to(hidden.dtype.element_ty), mask=mask)
+    if TAP:
+        tl.store(tap + tl.program_id(0) * tap_stride + offset, value.to(tap.dtype.element_ty), mask=mask)
     mean = tl.sum(value * value, 0) / width
     tl.store(out + row + offset, (value * tl.rsqrt(mean + eps) * scale).to(out.dtype.element_ty), mask=mask)
 
