@@ -160,7 +160,7 @@ class Forwards:
         forward.run()
         self._compare(point, forward.logits)
         forward.capture()
-        return forward.replay
+        return lambda: forward.replay()  # and keep its buffers, which the graph alone does not
 
     def _compare(self, point: dict[str, Any], logits: Any) -> None:
         """The first token's logits depend neither on what follows nor on the backend; but a hybrid's states move on."""
