@@ -129,7 +129,8 @@ class Engine:
         """Speculative counters since the start, in labkit's words."""
         own = {"num_drafts": "num_drafted_steps", "num_draft_tokens": "num_drafted_tokens"}
         own |= {"num_accepted_tokens": "num_accepted_tokens"}
-        found = {metric.name.removeprefix("vllm:spec_decode_"): metric.value for metric in self.llm.get_metrics()}
+        counters = (metric for metric in self.llm.get_metrics() if hasattr(metric, "value"))  # others hold a vector
+        found = {metric.name.removeprefix("vllm:spec_decode_"): metric.value for metric in counters}
         return {name: found.get(theirs, 0) for theirs, name in own.items()}
 
     def start(self, batch_size: int, prompt_len: int) -> list[str]:
