@@ -1,7 +1,5 @@
 """Axes of a grid as users write them: ``context_len=512,4k``, ``k=0..7``."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any

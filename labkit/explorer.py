@@ -5,8 +5,6 @@ cell that the explorer exports calls the same functions. Everything comes from `
 that the choice leaves, so that a read-out equals `labkit breakeven --json`.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Sequence
 from dataclasses import fields, replace

@@ -1,7 +1,5 @@
 """Stored runs in, verdicts out: what `labkit breakeven`, the tour and the notebooks have in common."""
 
-from __future__ import annotations
-
 import argparse
 import shlex
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """`labkit run`: from typed words to a sweep, with a plan to look at first."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -1,7 +1,5 @@
 """The correctness matrix of an attention backend: odd sizes, ragged batches, permuted pages, poisoned outputs."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

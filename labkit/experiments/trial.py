@@ -1,7 +1,5 @@
 """`labkit try`: is a backend right, how fast is it here, and how far from the floor and from another backend?"""
 
-from __future__ import annotations
-
 import argparse
 import json
 from itertools import groupby

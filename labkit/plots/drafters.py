@@ -1,7 +1,5 @@
 """Drafters side by side: what each has accepted, where, and what its drafts cost."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes

@@ -1,7 +1,5 @@
 """The figures of this project by name, from any stored runs: what `labkit figure` draws."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Callable, Mapping, Sequence

@@ -3,8 +3,6 @@
 None of the committed prompts is used, so all of them are held out. The kinds of prompts are those of the workloads.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import random
@@ -12,16 +10,14 @@ import textwrap
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from labkit.filler import filler_text
+from labkit.models.decoder import Decoder
+from labkit.models.tokenizer import Tokenizer
 from labkit.paths import REFERENCE
 from labkit.training.data import generate
 from labkit.workloads import SEPARATOR
-
-if TYPE_CHECKING:
-    from labkit.models.decoder import Decoder
-    from labkit.models.tokenizer import Tokenizer
 
 _AGENT = "You work in a terminal. Say what you will do next, then one command."
 # How often each kind is drawn. "self": the target writes the user's message too.
