@@ -381,7 +381,7 @@ def test_curves_may_cross_never_or_several_times() -> None:
     assert breakeven(cost_rows(falling(2.0, 0.0)), alike()).crossovers[0]["crossovers"] == []
     values = np.log([1.2, 0.8, 1.2, 0.8])
     draws = values + np.random.default_rng(0).normal(0, 0.01, (500, 1))
-    found = crossovers(np.array(CONTEXTS, float), values, draws, 0.95)
+    found = crossovers(np.array(CONTEXTS, float), values, draws)
     assert [crossing["direction"] for crossing in found] == ["pays below", "pays above", "pays below"]
     assert all(crossing["low"] < crossing["context_len"] < crossing["high"] for crossing in found)
 
@@ -418,7 +418,7 @@ def test_a_crossing_is_claimed_between_decided_cells_only() -> None:
     draws = values + np.random.default_rng(0).normal(0, 0.01, (500, 1))
 
     def sides(*decided: bool, logs: np.ndarray = values) -> tuple[object, ...]:
-        found = crossovers(contexts, logs, draws, 0.95, np.array(decided))[0]
+        found = crossovers(contexts, logs, draws, np.array(decided))[0]
         return found["pays_at"], found["loses_at"], found["decided"]
 
     assert sides(True, True, True, True) == (4096, 16384, True)
@@ -428,7 +428,7 @@ def test_a_crossing_is_claimed_between_decided_cells_only() -> None:
     gap = np.log([1.3, 1.05, 0.95, np.nan])
     assert sides(True, True, False, False, logs=gap) == (4096, None, False)
     back = np.log([1.3, 0.99, 1.01, 0.7])  # crosses three times between two decided cells
-    crossings = crossovers(contexts, back, draws, 0.95, np.array([True, False, False, True]))
+    crossings = crossovers(contexts, back, draws, np.array([True, False, False, True]))
     assert [item["decided"] for item in crossings] == [False, False, False]
 
 
@@ -506,7 +506,7 @@ def test_an_imposed_length_prints_no_workload() -> None:
 def test_a_crossing_that_may_lie_outside_the_measured_contexts_is_open() -> None:
     values = np.log([1.3, 1.1, 0.99])
     draws = values + np.random.default_rng(0).normal(0, 0.05, (2000, 1))
-    (crossing,) = crossovers(np.array([1024.0, 4096.0, 16384.0]), values, draws, 0.95)
+    (crossing,) = crossovers(np.array([1024.0, 4096.0, 16384.0]), values, draws)
     assert crossing["high"] is None
     assert crossing["low"] < crossing["context_len"]
 
@@ -515,7 +515,7 @@ def test_a_neighbour_without_an_interval_leaves_the_crossing_without_bounds() ->
     values = np.log([1.2, 0.8, 1.2])
     draws = values + np.random.default_rng(0).normal(0, 0.01, (500, 1))
     draws[:, 2] = np.nan
-    first, second = crossovers(np.array([1024.0, 4096.0, 16384.0]), values, draws, 0.95)
+    first, second = crossovers(np.array([1024.0, 4096.0, 16384.0]), values, draws)
     assert first["low"] < first["context_len"] < first["high"]
     assert (second["low"], second["high"]) == (None, None)
 
@@ -568,7 +568,7 @@ def test_rows_from_a_file_give_the_same_numbers(tmp_path: Path) -> None:
     assert cells["speedup"].notna().all()
 
 
-@pytest.mark.parametrize("option", [{"confidence": 1.0}, {"resamples": 10}])
+@pytest.mark.parametrize("option", [{"baseline": "other"}, {"resamples": 10}])
 def test_bad_options_are_refused(option: dict) -> None:
     with pytest.raises(InputError, match=next(iter(option))):
         breakeven(cost_rows(falling(2.0, 0.0)), 3.0, **option)

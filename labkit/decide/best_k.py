@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 
 from labkit.acceptance import row_counts
-from labkit.decide.intervals import generator, percentile_interval, resampled_weights, student_spread
+from labkit.decide.intervals import RESAMPLES, generator, percentile_interval, resampled_weights, student_spread
 from labkit.decide.step_costs import StepCosts, baseline_ms, finite_median
 from labkit.errors import InputError
 from labkit.rows import ok_rows
@@ -49,9 +49,7 @@ def _cut(rows: pd.DataFrame, k: int) -> pd.DataFrame:
     return pd.DataFrame(records)
 
 
-def cut_bias(
-    acceptance: pd.DataFrame, *, confidence: float = 0.95, resamples: int = 2000, seed: int = 0
-) -> pd.DataFrame:
+def cut_bias(acceptance: pd.DataFrame) -> pd.DataFrame:
     """What `cut_acceptance` gets wrong: its length over the measured one, at every k measured beside a larger one.
 
     The same prompts stand on both sides and are resampled together. Returns target, drafter, workload, context_len_low,
@@ -68,15 +66,15 @@ def cut_bias(
             both = own.join(other.add_suffix("_cut"), how="inner").to_numpy(float)
             if not len(both):
                 continue
-            rng = generator(seed, "cut", *key, k, above)
-            weights = resampled_weights(len(both), resamples, rng)
+            rng = generator(0, "cut", *key, k, above)
+            weights = resampled_weights(len(both), RESAMPLES, rng)
             tokens, steps, cut_tokens, cut_steps = both.sum(axis=0)
             log = np.log((cut_tokens / cut_steps) / (tokens / steps))
             draws = np.log(
                 (weights @ both[:, 2]) / (weights @ both[:, 3]) / ((weights @ both[:, 0]) / (weights @ both[:, 1]))
             )
-            spread = student_spread(len(both), resamples, rng)
-            low, high = np.exp(log + np.array(percentile_interval(spread * (draws - log), confidence)))
+            spread = student_spread(len(both), RESAMPLES, rng)
+            low, high = np.exp(log + np.array(percentile_interval(spread * (draws - log))))
             records.append(
                 dict(zip(names, key, strict=True))
                 | {"num_speculative_tokens": k, "cut_from": above, "measured": tokens / steps}

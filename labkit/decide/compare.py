@@ -143,9 +143,6 @@ def compare_runs(
     rows_b: pd.DataFrame | None = None,
     varying: str | None = None,
     allow: Sequence[str] = (),
-    confidence: float = 0.95,
-    resamples: int = 2000,
-    seed: int = 0,
 ) -> Comparison:
     """List and sort every difference between two runs; give the ratio B over A when none is unexplained.
 
@@ -183,8 +180,7 @@ def compare_runs(
     if rows_a is None or rows_b is None or not comparison.comparable or time_column(rows_a, rows_b) is None:
         return comparison
     ignoring = [name for name in MATCHED if any(covers(given, f"rows.{name}") for given in named)]
-    options: dict[str, Any] = {"confidence": confidence, "resamples": resamples, "seed": seed}
-    return Comparison(differences, (), ratio_table(rows_a, rows_b, ignoring=ignoring, **options))
+    return Comparison(differences, (), ratio_table(rows_a, rows_b, ignoring=ignoring))
 
 
 def compare_files(path_a: Path, path_b: Path, **options: Any) -> Comparison:

@@ -12,6 +12,7 @@ import pandas as pd
 from labkit.axes import keep_where
 from labkit.breakeven import Breakeven, breakeven, verdict_table
 from labkit.decide.composed import cost_rows, stored_costs
+from labkit.decide.intervals import CONFIDENCE
 from labkit.errors import InputError
 from labkit.paths import check_out
 from labkit.results import load_runs
@@ -87,7 +88,7 @@ def render(result: Breakeven, *, everything: bool = False) -> str:
         table = curve_table(result.cells)
     about = [listed(result.cells, name) for name in ("gpu", "target", "drafter")]
     lines = [f"{', '.join(about)} drafter", table.to_string(index=False), "", *crossing_lines(result), *rest]
-    return "\n".join([*lines, f"baseline: {result.baseline}; intervals: {result.confidence:.0%}"])
+    return "\n".join([*lines, f"baseline: {result.baseline}; intervals: {CONFIDENCE:.0%}"])
 
 
 def _one_setting(result: Breakeven) -> tuple[Breakeven, list[str]]:
