@@ -43,7 +43,7 @@ def test_what_cannot_stand_in_one_figure(rows):
     with pytest.raises(InputError, match="want one target"):
         figure_drafters(pd.concat([rows[0], rows[0].assign(target="other")]))
     with pytest.raises(InputError, match="want one that all drafters have"):
-        figure_drafters(rows[0], num_speculative_tokens=7)
+        figure_drafters(rows[0][rows[0]["drafter"].eq("ngram") == rows[0]["num_speculative_tokens"].eq(4)])
     with pytest.raises(InputError, match="want a drafter and k that both hold"):
         pareto_table(rows[0].assign(drafter="x"), rows[1])
 

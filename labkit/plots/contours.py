@@ -12,7 +12,7 @@ from matplotlib.tri import Triangulation
 
 from labkit.breakeven import Breakeven
 from labkit.errors import InputError
-from labkit.plots.canvas import add_header, add_legend, freeze_layout, marks, new_figure
+from labkit.plots.canvas import finished, marks, new_figure
 from labkit.plots.panels import describe
 from labkit.plots.style import INK, NOTE_SIZE, TEXT_WIDTH_IN, SeriesStyle, context_axis, styled
 from labkit.plots.verdict import fullest_k, imposed_note
@@ -21,9 +21,7 @@ _FEWEST_BATCHES = 4
 
 
 @styled
-def figure_contours(
-    result: Breakeven, *, num_speculative_tokens: int | None = None, width_in: float = TEXT_WIDTH_IN
-) -> Figure:
+def figure_contours(result: Breakeven) -> Figure:
     """Break-even length over context x batch, one panel per verify backend: lines of equal needed length.
 
     With fewer than four batch sizes the length is printed at each cell instead.
@@ -31,35 +29,31 @@ def figure_contours(
     Dots are the measured cells; filled where speculation pays, hollow where it loses or cannot pay, crosses where it is
     undecided or no acceptance is known. Nothing is drawn outside the measured cells.
 
-    num_speculative_tokens : k; when None the one that was measured at most contexts and batch sizes, of equals the
-        largest.
+    Of the k that was measured at most contexts and batch sizes, of equals the largest.
 
     Raises InputError: fewer than two contexts or two batch sizes, at which no contour can be drawn.
     """
     cells = result.cells[result.cells["relative_step_cost"].notna()]
-    k = fullest_k(cells) if num_speculative_tokens is None else num_speculative_tokens
+    k = fullest_k(cells)
     cells = cells[cells["num_speculative_tokens"] == k]
     spans = cells.groupby("verify_backend", sort=False)[["context_len", "batch_size"]].nunique()
     backends = list(spans.index[(spans > 1).all(axis=1)])[:4]
     if not backends:
         found = f"{cells['context_len'].nunique()} context(s) and {cells['batch_size'].nunique()} batch size(s)"
         raise InputError(f"contours: want two contexts and two batch sizes of a backend at k = {k}; got {found}")
-    figure = new_figure(width_in, 3.1)
+    figure = new_figure(TEXT_WIDTH_IN, 3.1)
     axes = figure.subplots(1, len(backends), squeeze=False, sharey=True)[0]
     for ax, backend in zip(axes, backends, strict=True):
         _contour(ax, cells[cells["verify_backend"] == backend])
         ax.set_title(backend)
     axes[0].set_ylabel("batch size (requests)")
     about = describe(cells, result.baseline) + imposed_note(cells)
-    add_header(figure, f"Acceptance length that a step must yield, k = {k}", about)
     shapes = [("o", INK, "pays"), ("o", "white", "loses or cannot pay"), ("x", INK, "undecided or unknown")]
     entries: list[Any] = [
         (Line2D([], [], linestyle="", marker=marker, color=INK, markerfacecolor=face, markersize=4), text)
         for marker, face, text in shapes
     ]
-    add_legend(figure, entries)
-    freeze_layout(figure)
-    return figure
+    return finished(figure, f"Acceptance length that a step must yield, k = {k}", about, entries)
 
 
 def _contour(ax: Axes, cells: pd.DataFrame) -> None:
