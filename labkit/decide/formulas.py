@@ -8,8 +8,6 @@ import pandas as pd
 from labkit.decide.step_costs import StepCosts, baseline_ms
 from labkit.engines.tables import read_table
 
-DRAWN = ("Leviathan et al.", "MagicDec", "Forced rejection")
-
 
 def formulas() -> pd.DataFrame:
     """Name, formula, assumptions, what it leaves out, whether it is drawn, source."""

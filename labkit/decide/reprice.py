@@ -34,7 +34,6 @@ class Repriced:
 
     speedup, low, high : over plain decode at the same contexts; the interval resamples the rounds of the costs.
     text_low, text_high : prompts resampled as well: for other text of the kind.
-    ms_per_token, plain_ms_per_token : of the trace's output.
     by_prompt : prompt_id, num_steps, num_tokens, speedup.
     notes : what was clamped or cut.
     """
@@ -44,11 +43,8 @@ class Repriced:
     high: float
     text_low: float
     text_high: float
-    ms_per_token: float
-    plain_ms_per_token: float
     by_prompt: pd.DataFrame
     notes: tuple[str, ...]
-    origin: str = "modelled"
 
 
 def reprice(
@@ -170,9 +166,8 @@ def _result(
     own, text = (np.exp(log + np.array(percentile_interval(d))) for d in (rounds, rounds + of_text))
     by_prompt = pd.DataFrame({"prompt_id": pd.factorize(trace["prompt_id"])[1], "num_steps": steps.sum(axis=(1, 2))})
     by_prompt = by_prompt.assign(num_tokens=tokens.sum(axis=1), speedup=plain / speculative)
-    ms, plain_ms = (float(time.sum() / tokens.sum()) for time in (speculative, plain))
     low, high, text_low, text_high = (float(bound) for bound in (*own, *text))
-    return Repriced(float(np.exp(log)), low, high, text_low, text_high, ms, plain_ms, by_prompt, tuple(notes))
+    return Repriced(float(np.exp(log)), low, high, text_low, text_high, by_prompt, tuple(notes))
 
 
 def measured_speedup(trace_rows: pd.DataFrame) -> pd.DataFrame:

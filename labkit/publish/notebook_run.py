@@ -17,13 +17,12 @@ from typing import Any
 from labkit.paths import write_whole
 from labkit.provenance import redact, redacted
 
-STATUSES = ("ok", "cell-error", "timeout", "kernel-died")
 _TAIL_CHARACTERS = 2000
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """How one notebook ended.
+    """How one notebook ended: ``status`` is ok, cell-error, timeout or kernel-died.
 
     ``cell`` counts code cells from 1, as the prompts of the executed copy do. ``executed`` and ``html`` are relative
     to the batch folder; ``html`` is "" when the export failed, with the reason in ``html_error``.
