@@ -73,8 +73,7 @@ def test_a_failing_call_is_not_hidden():
     ("options", "problem"),
     [
         ({"calls": {}}, "at least one call"),
-        ({"num_rounds": 0}, "at least one call, round"),
-        ({"num_rounds": 0}, "call and round"),
+        ({"num_rounds": 0}, "at least one call and round"),
         ({"l2": "hot"}, "l2: wanted cold or warm"),
         ({"graph": True}, "graph: wanted False on the cpu"),
     ],
