@@ -116,13 +116,16 @@ def _rules(
     return rules
 
 
-def redact(text: str) -> str:
-    """``text`` without home folders, the names of this account and host, keys, tokens and passwords."""
-    return redactor()(text)
+def redact(value: Any) -> Any:
+    """A text, or a JSON value with every text in it, without what is private; pictures in base64 stay as they are.
+
+    Private are home folders, the names of this account and host, keys, tokens and passwords; names of fields are texts.
+    """
+    return redactor()(value)
 
 
 def redactor() -> Callable[[Any], Any]:
-    """`redacted` for many values, with what this process's environment holds now."""
+    """`redact` for many values, with what this process's environment holds now."""
     rules = _rules(_homes(), _own_names(), _own_secrets())
     known: dict[str, str] = {}
 
@@ -144,11 +147,6 @@ def redactor() -> Callable[[Any], Any]:
         return [walk(item) for item in part] if isinstance(part, list | tuple) else part
 
     return walk
-
-
-def redacted(value: Any) -> Any:
-    """A JSON value with every text in it redacted, names of fields included; pictures in base64 stay as they are."""
-    return redactor()(value)
 
 
 def _is_picture(name: Any) -> bool:

@@ -7,6 +7,7 @@ import json
 import tempfile
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from labkit.engines.tables import read_table
 from labkit.engines.trace import is_trace, read_steps
 from labkit.errors import InputError
 from labkit.progress import say
-from labkit.provenance import redact, redacted, redactor
+from labkit.provenance import redact, redactor
 from labkit.results import RUN_ID, load_runs, load_sidecars
 from labkit.rows import json_value
 
@@ -94,7 +95,7 @@ def run_diagnose(arguments: argparse.Namespace) -> int:
         found = diagnose_trace(list(steps), gpu=arguments.gpu, model=arguments.model, version=version)
         found.warnings += notes
         server = Server(found.engine, version, arguments.model, arguments.gpu)
-        content, lines = found.to_dict(), [render(found)]
+        content, lines = asdict(found), [render(found)]
     elif arguments.file or arguments.base_url:
         reader, problems = Reader(), []
         server = reader.server
@@ -108,12 +109,12 @@ def run_diagnose(arguments: argparse.Namespace) -> int:
         server.take_drafts(reader.sizes)
         if not found.engine:
             raise InputError(f"{arguments.file}: no figures of a known engine; docs/importing.md lists what is read")
-        content, lines = found.to_dict(), [render(found)]
+        content, lines = asdict(found), [render(found)]
     else:
         raise InputError("wanted a log, a trace, --base-url or --launch")
     if arguments.recipe:
         content = lines = recipe(arguments.recipe, server, arguments.launch)
-    print(json.dumps(redacted(content), indent=1) if arguments.json else redact("\n".join(lines)))
+    print(json.dumps(redact(content), indent=1) if arguments.json else redact("\n".join(lines)))
     return 1 if problems else 0
 
 
@@ -131,7 +132,7 @@ def _diagnose_run(arguments: argparse.Namespace) -> int:
     bad = degenerate_paths(found)
     if arguments.json:
         records = [{str(n): json_value(v) for n, v in row.items()} for row in found.astype(object).to_dict("records")]
-        print(json.dumps(redacted(records), indent=1, allow_nan=False, default=str))
+        print(json.dumps(redact(records), indent=1, allow_nan=False, default=str))
     else:
         for _, row in found.iterrows():
             sure = f" ({row['sure']})" if row["sure"] else ""

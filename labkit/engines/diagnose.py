@@ -7,7 +7,7 @@ tells cost: its slope against one read of the KV cache at the GPU's peak. Interv
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -60,10 +60,6 @@ class Diagnosis:
     unknown: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     trace: dict[str, Any] | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
 
 
 def diagnose(
