@@ -81,10 +81,6 @@ def slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "unknown"
 
 
-def _homes() -> frozenset[str]:
-    return frozenset({str(Path.home()), os.environ.get("HOME", "")} - {"", "/"})
-
-
 def _own_names() -> frozenset[tuple[str, str]]:
     try:
         user = getpass.getuser()
@@ -126,7 +122,8 @@ def redact(value: Any) -> Any:
 
 def redactor() -> Callable[[Any], Any]:
     """`redact` for many values, with what this process's environment holds now."""
-    rules = _rules(_homes(), _own_names(), _own_secrets())
+    homes = frozenset({str(Path.home()), os.environ.get("HOME", "")} - {"", "/"})
+    rules = _rules(homes, _own_names(), _own_secrets())
     known: dict[str, str] = {}
 
     def of_text(text: str) -> str:

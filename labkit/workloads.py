@@ -273,15 +273,13 @@ def context_band(context_len: int) -> tuple[int, int]:
     return (below, middle) if context_len < middle else (middle, above)
 
 
-def repeated_ngram_share(token_ids: Sequence[Hashable], n: int = 4) -> float | None:
-    """Share (0..1) of an output's n-grams that occurred in it before: near 1 when it goes in circles.
+def repeated_ngram_share(token_ids: Sequence[Hashable]) -> float | None:
+    """Share (0..1) of an output's 4-grams that occurred in it before: near 1 when it goes in circles.
 
     Nearly every draft for such text is accepted, so its acceptance says nothing about the workload. None when the
-    output is shorter than `n` tokens. The prompt is not counted. Raises ValueError: `n` is below 1.
+    output is shorter. The prompt is not counted.
     """
-    if n < 1:
-        raise ValueError(f"n wants at least 1 token, got {n}")
-    ngrams = [tuple(token_ids[start : start + n]) for start in range(len(token_ids) - n + 1)]
+    ngrams = [tuple(token_ids[start : start + 4]) for start in range(len(token_ids) - 3)]
     return 1 - len(set(ngrams)) / len(ngrams) if ngrams else None
 
 

@@ -335,12 +335,8 @@ def test_repeated_ngram_share():
     assert repeated_ngram_share(range(50)) == 0
     assert repeated_ngram_share([1, 2, 3, 4, 1, 2, 3, 4]) == pytest.approx(1 / 5)
     assert repeated_ngram_share([7] * 103) == pytest.approx(99 / 100)
-    assert repeated_ngram_share("abab", n=2) == pytest.approx(1 / 3)
-    assert repeated_ngram_share([1, 1, 1], n=1) == pytest.approx(2 / 3)
     assert repeated_ngram_share([1, 2, 3]) is None
     assert repeated_ngram_share([]) is None
-    with pytest.raises(ValueError, match="n wants at least 1 token, got 0"):
-        repeated_ngram_share([1], n=0)
 
 
 def test_torch_is_not_loaded():

@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 
 from labkit.acceptance import row_counts
+from labkit.decide.acceptance_join import join
 from labkit.decide.intervals import RESAMPLES, generator, percentile_interval, resampled_weights, student_spread
 from labkit.decide.step_costs import StepCosts, baseline_ms, finite_median
 from labkit.errors import InputError
@@ -171,7 +172,7 @@ def regret(cells: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(records)
 
 
-def scheduled_verify(costs: Sequence[StepCosts], acceptance: pd.DataFrame, baseline: str = "fastest") -> pd.DataFrame:
+def scheduled_verify(costs: Sequence[StepCosts], acceptance: pd.DataFrame) -> pd.DataFrame:
     """Static verify of all k drafts against the most that a confidence schedule could gain.
 
     The schedule at its best verifies exactly the drafts that will be kept: all k are still drafted, verify then costs
@@ -181,11 +182,9 @@ def scheduled_verify(costs: Sequence[StepCosts], acceptance: pd.DataFrame, basel
     Returns context_len, batch_size, verify_backend, num_speculative_tokens, workload, static_speedup,
     scheduled_speedup, gain (their ratio); one row per cost cell and workload that joins.
     """
-    from labkit.decide.acceptance_join import join
-
     records = []
     for cost, (sources, _) in zip(costs, join(list(costs), acceptance), strict=True):
-        decode_ms = baseline_ms(cost, baseline)[1]
+        decode_ms = baseline_ms(cost, "fastest")[1]
         ratios = np.array([finite_median(column) for column in (cost.step_ms / decode_ms[:, None]).T])
         draft = finite_median(cost.parts_ms.get("draft_ms", np.zeros(len(decode_ms))) / decode_ms)
         for source in sources:

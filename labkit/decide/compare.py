@@ -118,17 +118,14 @@ def _sides(a: Any, b: Any) -> str:
 
 def _ratio_lines(ratios: pd.DataFrame) -> list[str]:
     """The ratios as a table; what is the same in all its rows stands above it."""
-    same = {name: ratios[name].iloc[0] for name in (*MATCHED, "claim") if name in ratios and _one(ratios[name])}
+    known = [name for name in (*MATCHED, "claim") if name in ratios]
+    same = {name: ratios[name].iloc[0] for name in known if ratios[name].nunique(dropna=False) == 1}
     table = ratios.drop(columns=[*same, "column", "ratio_low", "ratio_high", "paired"])
     bounds = ratios[["ratio", "ratio_low", "ratio_high"]].itertuples(index=False)
     table["ratio"] = [f"{ratio:.3f} [{low:.3f}, {high:.3f}]" for ratio, low, high in bounds]
     told = ", ".join(f"{name} {value}" for name, value in same.items() if not pd.isna(value))
     text = table.to_string(index=False, na_rep="", float_format=lambda value: f"{value:.4g}")
     return [f"B over A of {ratios['column'].iloc[0]}, 95 % intervals ({told})", text]
-
-
-def _one(values: pd.Series) -> bool:
-    return values.nunique(dropna=False) == 1
 
 
 def _short(value: Any) -> str:

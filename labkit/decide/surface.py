@@ -14,7 +14,7 @@ from labkit.decide.intervals import RESAMPLES
 from labkit.decide.step_costs import StepCosts, step_costs
 from labkit.decide.verdict import restricted
 from labkit.errors import InputError
-from labkit.rows import is_missing, matching
+from labkit.rows import key_value, matching
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,9 @@ def select(surface: Surface, *, widest: str | None = None, **where: Any) -> Surf
     judged = restricted(surface.result, part(surface.result.cells))
     names = ("waterfall", "causes", "floors", "best", "regret")
     tables: dict[str, Any] = {name: part(getattr(surface, name)) for name in names}
-    costs = [cost for cost in surface.costs if all(_same(cost.key[name], value) for name, value in chosen.items())]
+    setting = {name: key_value(value) for name, value in chosen.items()}
+    costs = [cost for cost in surface.costs if setting.items() <= cost.key.items()]
     return replace(surface, result=judged, costs=costs, **tables)
-
-
-def _same(a: Any, b: Any) -> bool:
-    return bool(a == b) or (is_missing(a) and is_missing(b))
 
 
 def verdict_surface(

@@ -80,7 +80,9 @@ def render(result: Breakeven, *, everything: bool = False) -> str:
     """
     if everything or len(result.cells) <= MOST_CELLS:
         table, rest = verdict_table(result.cells), acceptance_notes(result.cells)
-        table["reason"] = table["reason"].map(lambda text: _without(text, rest))
+        # What is said below the table is left out of the cells' reasons.
+        own = table["reason"].str.split("; ")
+        table["reason"] = ["; ".join(part for part in parts if part not in rest) for parts in own]
     else:
         all_cells = result.cells
         result, rest = _one_setting(result)
@@ -117,11 +119,6 @@ def not_judged_lines(cells: pd.DataFrame) -> list[str]:
         more = f" and {len(reasons) - 1} more reasons (--json)" if len(reasons) > 1 else ""
         lines.append(f"k = {k} not judged in {len(own)} of its cells: {reasons.index[0]}{more}")
     return lines
-
-
-def _without(reason: str, notes: Sequence[str]) -> str:
-    """A cell's reason without the parts that are said below the table."""
-    return "; ".join(part for part in reason.split("; ") if part not in notes)
 
 
 def acceptance_notes(cells: pd.DataFrame) -> list[str]:

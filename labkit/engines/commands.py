@@ -80,7 +80,8 @@ def run_diagnose(arguments: argparse.Namespace) -> int:
     if len(arguments.launch or []) > 1 or (arguments.launch and (arguments.file or arguments.base_url)):
         raise InputError("launch: wanted one launch line alone; a log, a server or another line is its own question")
     arguments.launch = arguments.launch[0] if arguments.launch else None
-    if arguments.file and _is_run(Path(arguments.file)):
+    path = Path(arguments.file or "-")
+    if path.is_dir() or path.suffix == ".parquet" or RUN_ID.fullmatch(path.stem):
         return _diagnose_run(arguments)
     if arguments.launch:
         server, flags = parse_launch(arguments.launch, arguments.engine_version)
@@ -116,10 +117,6 @@ def run_diagnose(arguments: argparse.Namespace) -> int:
         content = lines = recipe(arguments.recipe, server, arguments.launch)
     print(json.dumps(redact(content), indent=1) if arguments.json else redact("\n".join(lines)))
     return 1 if problems else 0
-
-
-def _is_run(path: Path) -> bool:
-    return path.is_dir() or path.suffix == ".parquet" or RUN_ID.fullmatch(path.stem) is not None
 
 
 def _diagnose_run(arguments: argparse.Namespace) -> int:

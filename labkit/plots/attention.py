@@ -34,7 +34,7 @@ from labkit.plots.style import (
     SeriesStyle,
     attention_order,
     context_axis,
-    log_us_axis,
+    log_axis,
     series_styles,
     styled,
 )
@@ -76,7 +76,7 @@ def plot_attention_time(
         ax.plot(x, y, color="0.0", linewidth=1.2)
         ends.add(x[-1], y[-1], _with_slope("floor", slope_us_per_1k(x, y)), color="0.0")
     ax.set_yscale("log")
-    log_us_axis(ax.yaxis)
+    log_axis(ax.yaxis)
     ax.set_ylabel("attention time per layer (us)")
     return ax
 

@@ -7,14 +7,13 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from matplotlib.tri import Triangulation
 
 from labkit.breakeven import Breakeven
 from labkit.errors import InputError
 from labkit.plots.canvas import finished, marks, new_figure
 from labkit.plots.panels import describe
-from labkit.plots.style import INK, NOTE_SIZE, TEXT_WIDTH_IN, SeriesStyle, context_axis, styled
+from labkit.plots.style import INK, NOTE_SIZE, TEXT_WIDTH_IN, SeriesStyle, context_axis, styled, ticks_at
 from labkit.plots.verdict import fullest_k, imposed_note
 
 _FEWEST_BATCHES = 4
@@ -66,14 +65,8 @@ def _contour(ax: Axes, cells: pd.DataFrame) -> None:
     else:  # lines between so few rows would show the triangles, not the cost
         context_axis(ax, x.min() / 1.3, x.max() * 1.3)
         for place in zip(x, y, cost, strict=True):
-            ax.annotate(
-                f"{place[2]:.2f}" if place[2] < 9.995 else f"{place[2]:.1f}",
-                place[:2],
-                (0, 4),
-                textcoords="offset points",
-                ha="center",
-                size=5.5,
-            )
+            text = f"{place[2]:.2f}" if place[2] < 9.995 else f"{place[2]:.1f}"
+            ax.annotate(text, place[:2], (0, 4), textcoords="offset points", ha="center", size=5.5)
     for kind, rows in cells.groupby("verdict"):
         known = rows["mean_acceptance_length"].notna() | (rows["verdict"] == "cannot_pay")
         for part, marker in ((rows[known], "x" if kind == "undecided" else "o"), (rows[~known], "x")):
@@ -83,9 +76,7 @@ def _contour(ax: Axes, cells: pd.DataFrame) -> None:
                 marks(ax, part["context_len"], part["batch_size"], look, hollow=hollow, size=3.4)
     ax.set_yscale("log", base=2)
     ax.set_ylim(y.min() / 1.25, y.max() * 1.45)
-    ax.yaxis.set_major_locator(FixedLocator(sorted(set(y))))
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    ax.yaxis.set_minor_locator(NullLocator())
+    ticks_at(ax.yaxis, y)
 
 
 def _contour_lines(ax: Axes, x: np.ndarray, y: np.ndarray, cost: np.ndarray) -> None:

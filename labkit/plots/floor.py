@@ -11,7 +11,7 @@ from labkit.errors import InputError
 from labkit.plots.attention import describe
 from labkit.plots.attention_table import Bandwidth, attention_table, cell_table, read_bandwidths, verify_q_len
 from labkit.plots.canvas import finished, new_figure
-from labkit.plots.style import INK, NOTE_SIZE, TEXT_WIDTH_IN, format_tokens, log_us_axis, series_styles, signed, styled
+from labkit.plots.style import INK, NOTE_SIZE, TEXT_WIDTH_IN, format_tokens, log_axis, series_styles, signed, styled
 
 # Each rung changes one thing of the rung before.
 LADDER: Mapping[str, str] = {
@@ -127,7 +127,7 @@ def figure_ladder(
     ax.set_xscale("log")
     ax.set(xlim=(low, table["attention_us"].max() * (5 if width_in > 5 else 12)), ylim=(len(table) - 0.45, -0.55))
     ax.set_yticks([])
-    log_us_axis(ax.xaxis)
+    log_axis(ax.xaxis)
     ax.spines["left"].set_visible(False)  # nothing starts there: a log axis has no zero
     ax.set_xlabel("attention time per layer (us)\nblack: floor, keys and values read once")
     ax.grid(visible=False, axis="y")

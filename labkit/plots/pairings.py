@@ -10,7 +10,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from labkit.decide.forward_costs import FREE
 from labkit.decide.pairings import Pairing, is_measured, measured_pairings, pairing_cells
@@ -26,6 +25,7 @@ from labkit.plots.style import (
     SeriesStyle,
     context_axis,
     format_tokens,
+    log_axis,
     series_styles,
     styled,
 )
@@ -143,10 +143,7 @@ def _draw_ratios(ax: Axes, curves: Sequence[_Curve], styles: dict[str, SeriesSty
 def _log_axis(ax: Axes, base: int) -> None:
     ax.set_yscale("log", base=base)
     low, high = ax.get_ylim()
-    subs = (1.0, 2.0, 5.0) if base == 10 and high / low < 1000 else (1.0,)
-    ax.yaxis.set_major_locator(LogLocator(base=base, subs=subs, numticks=12))
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-    ax.yaxis.set_minor_formatter(NullFormatter())
+    log_axis(ax.yaxis, base, (1.0, 2.0, 5.0) if base == 10 and high / low < 1000 else (1.0,))
 
 
 def ladder_table(

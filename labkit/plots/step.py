@@ -188,14 +188,11 @@ def _draw_line(ax: Axes, place: int, line_ms: float, step_ms: float, cell: pd.Se
     ax.plot([place - 0.44, place + 0.44], [line_ms] * 2, color=INK, linestyle=(0, (3, 2)), linewidth=1.0)
     verdict = {"cannot_pay": "loses"}.get(cell["verdict"], cell["verdict"])
     color = {"pays": _PAYS, "loses": _LOSES}.get(verdict, MUTED)
-    text = f"{verdict}\n{_signed(line_ms - step_ms)} ms"
+    margin = line_ms - step_ms
+    text = f"{verdict}\n{signed(margin, 0 if abs(margin) >= 99.5 else 1 if abs(margin) >= 9.95 else 2)} ms"
     look: dict[str, Any] = {"ha": "center", "va": "bottom", "size": NOTE_SIZE, "linespacing": 1.1}
     shade = text_color(color) if color != MUTED else MUTED
     ax.annotate(text, (place, max(line_ms, step_ms)), (0, 2), textcoords="offset points", color=shade, **look)
-
-
-def _signed(value: float) -> str:
-    return signed(value, 0 if abs(value) >= 99.5 else 1 if abs(value) >= 9.95 else 2)
 
 
 def _finish(ax: Axes, context: float, pairings: Sequence[Pairing]) -> None:

@@ -9,7 +9,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from labkit.breakeven import Breakeven
 from labkit.errors import InputError
@@ -27,6 +26,7 @@ from labkit.plots.style import (
     origin_style,
     series_styles,
     styled,
+    ticks_at,
 )
 from labkit.rows import matching
 
@@ -184,7 +184,6 @@ def figure_concurrency(result: Breakeven) -> Figure:
     axes = figure.subplots(1, len(contexts), squeeze=False, sharey=True)[0]
     for ax, context in zip(axes, contexts, strict=True):
         ends = EndLabels(ax)
-        batches = sorted(cells["batch_size"].unique())
         for (backend, _), curve in cells[cells["context_len"] == context].groupby(
             ["verify_backend", "workload"], dropna=False
         ):
@@ -203,9 +202,7 @@ def figure_concurrency(result: Breakeven) -> Figure:
                 notes.add([(text, color)], stretch=(at, *sorted((1.0, cells["speedup"].min()))))
         ax.axhline(1.0, color="0.0", linewidth=0.9, linestyle=(0, (1.0, 1.4)), **_GUIDE)
         ax.set_xscale("log", base=2)
-        ax.xaxis.set_major_locator(FixedLocator(batches))
-        ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        ax.xaxis.set_minor_locator(NullLocator())
+        ticks_at(ax.xaxis, cells["batch_size"])
         ax.set_xlabel("batch size (requests)")
         ax.set_title(f"context {format_tokens(context)}")
     axes[0].set_ylabel("speed-up over plain decode")

@@ -56,7 +56,8 @@ class Session:
         self.client, self.endpoints, self.journal, self.options = client, endpoints, journal, options
         self.keys = itertools.count()
         self.bodies: dict[str, bytes] = {}
-        self.maker = Maker(endpoints[0].models[0], 4.0, options.seed, _shortest(endpoints), options.extra)
+        shortest = min((e.max_context for e in endpoints if e.max_context), default=None)
+        self.maker = Maker(endpoints[0].models[0], 4.0, options.seed, shortest, options.extra)
 
     def keep(self, requests: Iterable[Request]) -> None:
         """Store the bytes beside the rows: ``<run_id>.requests.parquet``, by digest."""
@@ -166,10 +167,6 @@ class Session:
 
 def _url(endpoint: Endpoint) -> str:
     return f"{endpoint.url}/v1/chat/completions"
-
-
-def _shortest(endpoints: Sequence[Endpoint]) -> int | None:
-    return min((e.max_context for e in endpoints if e.max_context), default=None)
 
 
 def is_local(url: str) -> bool:

@@ -7,7 +7,7 @@ import ast
 import json
 import random
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -119,11 +119,10 @@ def _math(draw: random.Random) -> str:
     return f'{_fill(draw, "math")} Show the steps and end with a line that says "Answer:" and the number.'
 
 
-def _agent(draw: random.Random) -> str:
-    return _fill(draw, "agent")
-
-
-_WRITERS = {"write": _write, "edit": _edit, "text": _text, "json": _json, "math": _math, "agent": _agent}
+_WRITERS: dict[str, Callable[[random.Random], str]] = {
+    **{"write": _write, "edit": _edit, "text": _text, "json": _json, "math": _math},
+    "agent": lambda draw: _fill(draw, "agent"),
+}
 
 
 def _arguments(node: ast.FunctionDef) -> list[str]:
