@@ -24,7 +24,7 @@ class PagedKVCache:
 
     max_context_len : tokens a request can hold; rounded up to whole pages.
     dtype : a torch floating dtype.
-    page_order : ``"sequential"``: the pages of one request follow each other, so `stacked` copies nothing.
+    page_order : ``"sequential"``: the pages of one request follow each other, so `dense` and `stacked` copy nothing.
         ``"permuted"``: the pages of all requests are shuffled over the pool with `generator`.
 
     k, v : ``[num_layers, num_pages, page_size, num_kv_heads, head_dim]``. Slots without a token hold anything.
@@ -235,8 +235,17 @@ class PagedKVCache:
         return torch.cat(rows).to(self.device, torch.int32)
 
     def is_view(self, request: int) -> bool:
-        """Whether the pages of this request are consecutive, so that `stacked` of it alone is a view."""
+        """Whether `dense` of this request is a view (its pages are consecutive) and not a gathered copy."""
         return self._consecutive[request]
+
+    def dense(self, layer: int, request: int, kv_len: int) -> tuple[Tensor, Tensor]:
+        """K and V of one request, ``[kv_len, num_kv_heads, head_dim]``: a view when its pages are consecutive."""
+        if self._consecutive[request]:
+            start = self._starts[request] * self.page_size
+            return self._k_slots[layer][start : start + kv_len], self._v_slots[layer][start : start + kv_len]
+        pages = self.page_table[request, : self._num_pages(kv_len)]
+        k, v = (storage[layer].index_select(0, pages).flatten(0, 1)[:kv_len] for storage in (self.k, self.v))
+        return k, v
 
     def stacked_is_view(self) -> bool:
         """Whether `stacked` copies nothing: all pages consecutive and the requests evenly spaced."""

@@ -44,9 +44,9 @@ def test_append_advance_truncate_keep_the_right_tokens(generator, page_order, pa
         cache.truncate([length + accepted[r] for r, length in enumerate(before)])
     for layer in range(2):
         for r, expected in enumerate(kept[layer]):
-            k, v = cache.rows([r]).stacked(layer, cache.context_lens[r])
-            assert torch.equal(k[0].transpose(0, 1), expected)
-            assert torch.equal(v[0].transpose(0, 1), -expected)
+            k, v = cache.dense(layer, r, cache.context_lens[r])
+            assert torch.equal(k, expected)
+            assert torch.equal(v, -expected)
 
 
 @pytest.mark.parametrize("page_order", ["sequential", "permuted"])
@@ -66,7 +66,9 @@ def test_sequential_pages_are_read_in_place(generator):
     cache = make(generator)
     cache.fill_random([5, 9, 20], generator)
     for r in range(3):
+        k, _ = cache.dense(1, r, 5)
         assert cache.is_view(r)
+        assert k.untyped_storage().data_ptr() == cache.k.untyped_storage().data_ptr()
     for view in (cache, cache.rows([1]), cache.rows([0, 2])):
         assert view.stacked_is_view()
         k, v = view.stacked(1, 5)
