@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from matplotlib.axes import Axes
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -18,3 +19,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
+
+
+@pytest.fixture
+def ax() -> Axes:
+    """Empty axes in the style of the figures."""
+    from labkit.plots import canvas, style
+
+    with style.context():
+        return canvas.new_figure(3.4, 2.6).add_subplot()

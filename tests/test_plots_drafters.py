@@ -9,8 +9,8 @@ import pytest
 from labkit.acceptance import doubtful_drafters
 from labkit.errors import InputError
 from labkit.plots.drafters import drafter_label, figure_drafters, figure_pareto, pareto_table
+from tests.drawn import end_texts
 from tests.synthetic import CPU, acceptance_rows, loop_rows
-from tests.test_plots import end_texts
 
 HEAD = "smollm2-135m-autoregressive@12345678"
 WORLDS = [
