@@ -4,6 +4,10 @@ import pytest
 import torch
 from matplotlib.axes import Axes
 
+from labkit.provenance import collect
+from labkit.sweep import RunResult, run_sweep
+from tests import sweep_points
+
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "browser: JupyterLab in a real Chromium, where one is installed")
@@ -28,3 +32,20 @@ def ax() -> Axes:
 
     with style.context():
         return canvas.new_figure(3.4, 2.6).add_subplot()
+
+
+@pytest.fixture(scope="module")
+def provenance() -> dict:
+    """This machine's, collected once."""
+    return collect("cpu")
+
+
+@pytest.fixture
+def go(tmp_path, provenance):
+    """A sweep in this process, into the folder of the test."""
+
+    def run(points, measure=sweep_points.measure, **options) -> RunResult:
+        chosen = {"executor": "in-process", "progress": False, "provenance": provenance, **options}
+        return run_sweep(points, measure, experiment="loop", out_dir=tmp_path, **chosen)
+
+    return run
