@@ -2,10 +2,12 @@ import pytest
 
 from labkit.cost import (
     attention_bytes,
+    attention_flops,
     attention_shape,
     floor_ms,
     floor_relative_cost,
     forward_bytes,
+    forward_flops,
     kv_bytes_read,
 )
 from labkit.errors import InputError
@@ -13,8 +15,9 @@ from labkit.shapes import AttentionShape, model_shape
 
 
 def test_attention_counts_by_hand() -> None:
-    # Two requests, 3 query tokens over 10 and 20 cached tokens.
+    # Two requests, 3 query tokens over 10 and 20 cached tokens: pairs 3*10 + 6 and 3*20 + 6.
     shape = AttentionShape(2, 3, (10, 20), num_qo_heads=4, num_kv_heads=2, head_dim=8, q_dtype="bfloat16")
+    assert attention_flops(shape) == 4 * 4 * 8 * (36 + 66)
     assert kv_bytes_read(shape) == 2 * 2 * 8 * 2 * (13 + 23)
     assert attention_bytes(shape) == kv_bytes_read(shape) + 2 * (2 * 3 * 4 * 8) * 2
 
@@ -35,6 +38,8 @@ def test_forward_of_llama_3_8b() -> None:
     q_and_out = 32 * 2 * 4096 * 2
     total = forward_bytes(model, weight_dtype="bfloat16", **options)
     assert total - model.weight_bytes_read("bfloat16") == kv + q_and_out
+    flops = forward_flops(model, batch_size=1, q_len=1, context_len=0)
+    assert flops == pytest.approx(2 * (model.num_linear_parameters + 128256 * 4096), rel=1e-4)
 
 
 def test_float8_weights_keep_16_bit_queries() -> None:
