@@ -32,16 +32,11 @@ _KERNEL = [*_HEADS, "backend", "batch_size", "q_len", "context_len"]
 
 @dataclass(frozen=True)
 class EngineTruth:
-    """One row of ``cells`` per engine setting, k, batch and context; ``missing``: what stored rows lack, or "".
-
-    lengths, tolerance : imposed acceptance lengths, and how far a prediction is trusted; drawn beside the cells.
-    """
+    """One row of ``cells`` per engine setting, k, batch and context; ``missing``: what stored rows lack, or ""."""
 
     cells: pd.DataFrame
     missing: str
     files: tuple[Path, ...] = ()
-    lengths: tuple[float, ...] = IMPOSED_LENGTHS
-    tolerance: float = TOLERANCE
 
 
 def load_truth(*paths: str | Path) -> EngineTruth:
@@ -257,7 +252,7 @@ def verdicts(cells: pd.DataFrame, lengths: Sequence[float] = IMPOSED_LENGTHS) ->
     return pd.DataFrame(rows) if rows else pd.DataFrame(columns=columns)
 
 
-def reversals(cells: pd.DataFrame, lengths: Sequence[float] = IMPOSED_LENGTHS) -> pd.DataFrame:
+def reversals(cells: pd.DataFrame) -> pd.DataFrame:
     """Where the backend alone decides in one engine: one setting pays and another loses, both beyond their interval."""
     rows = []
     if cells.empty:
@@ -266,7 +261,7 @@ def reversals(cells: pd.DataFrame, lengths: Sequence[float] = IMPOSED_LENGTHS) -
     for key, part in cells.groupby(names):
         ordered = part.sort_values("relative_step_cost")
         best, worst, k = ordered.iloc[0], ordered.iloc[-1], ordered["num_speculative_tokens"].iloc[0]
-        for length in lengths:
+        for length in IMPOSED_LENGTHS:
             if best["relative_step_cost_high"] < length < worst["relative_step_cost_low"] and length <= k + 1:
                 ends = {"pays": best["setting"], "pays_speedup": length / best["relative_step_cost"]}
                 ends |= {"loses": worst["setting"], "loses_speedup": length / worst["relative_step_cost"]}
@@ -286,12 +281,9 @@ def truth_answer(truth: EngineTruth) -> str:
     else:
         lines += _judged(cells, tested["error"].abs())
     found = reversals(cells)
-    curves = (
-        found.sort_values("context_len").groupby(["num_speculative_tokens", "batch_size", "length"]).head(1)
-        if len(found)
-        else found
-    )
-    for row in curves.to_dict("records"):
+    if len(found):  # of each curve the shortest context
+        found = found.sort_values("context_len").groupby(["num_speculative_tokens", "batch_size", "length"]).head(1)
+    for row in found.to_dict("records"):
         where = f"{row['engine']}, k = {row['num_speculative_tokens']}, batch {row['batch_size']}"
         pays, loses = (f"{row[name]} {name} ({row[f'{name}_speedup']:.2f}x)" for name in ("pays", "loses"))
         lines.append(

@@ -15,7 +15,7 @@ from labkit.acceptance import acceptance_table
 from labkit.decide.acceptance_positions import position_table
 from labkit.errors import InputError
 from labkit.plots.canvas import axes_or_new, bars, finished, marks, new_figure
-from labkit.plots.curves import by_name, interpolate
+from labkit.plots.curves import by_name, interpolate, one_k
 from labkit.plots.labels import EndLabels
 from labkit.plots.style import (
     INK,
@@ -107,7 +107,7 @@ def plot_acceptance(
     definition = definition or next(iter(known))
     if definition not in known:
         raise InputError(f"definition: want one of {', '.join(known)}; got {definition!r}")
-    ax, k = axes_or_new(ax), _one_k(df)
+    ax, k = axes_or_new(ax), one_k(df, "acceptance rows")
     names = {str(name): display_name(name, labels) for name in distinct(df, hue)}
     draw(ax, df, k, hue, definition, names, styles or series_styles(names))
     return ax
@@ -211,14 +211,6 @@ def figure_acceptance(
         ax.set_title(f"by {along.replace('position', 'draft position')}")
     entries = [other_definition()] if definition == "pooled" else []
     return finished(figure, "How many drafts are kept", _describe(rows, k, labels), entries)
-
-
-def _one_k(df: pd.DataFrame) -> int:
-    ks = distinct(df, "num_speculative_tokens")
-    if len(ks) != 1:
-        got = ", ".join(map(str, ks)) or "none"
-        raise InputError(f"acceptance rows: want one num_speculative_tokens per axes; got {got}")
-    return int(ks[0])
 
 
 def _describe(rows: pd.DataFrame, k: int, labels: Texts) -> str:
