@@ -45,6 +45,7 @@ class Repriced:
     text_high: float
     by_prompt: pd.DataFrame
     notes: tuple[str, ...]
+    origin: str = "modelled"
 
 
 def reprice(
