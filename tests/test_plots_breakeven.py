@@ -135,7 +135,7 @@ def test_costs_that_follow_the_text_need_one_workload_per_axes(cpu, ax):
         plot_breakeven(one(cpu.cells, num_speculative_tokens=4), ax=ax)
     with pytest.raises(InputError, match="want one num_speculative_tokens per axes; got 2, 4"):
         plot_breakeven(cpu.cells, ax=ax)
-    with pytest.raises(InputError, match="want at least one"):
+    with pytest.raises(InputError, match="per axes; got none"):
         plot_breakeven(cpu.cells[:0], ax=ax)
 
 

@@ -32,11 +32,16 @@ _KERNEL = [*_HEADS, "backend", "batch_size", "q_len", "context_len"]
 
 @dataclass(frozen=True)
 class EngineTruth:
-    """One row of ``cells`` per engine setting, k, batch and context; ``missing``: what stored rows lack, or ""."""
+    """One row of ``cells`` per engine setting, k, batch and context; ``missing``: what stored rows lack, or "".
+
+    lengths, tolerance : imposed acceptance lengths, and how far a prediction is trusted; drawn beside the cells.
+    """
 
     cells: pd.DataFrame
     missing: str
     files: tuple[Path, ...] = ()
+    lengths: tuple[float, ...] = IMPOSED_LENGTHS
+    tolerance: float = TOLERANCE
 
 
 def load_truth(*paths: str | Path) -> EngineTruth:

@@ -1,14 +1,20 @@
 """A real engine's relative step cost: against context by backend, and predicted against measured."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import numpy as np
 from matplotlib.figure import Figure
 
-from labkit.decide.engine_truth import IMPOSED_LENGTHS, TOLERANCE, EngineTruth
 from labkit.errors import InputError
 from labkit.plots.canvas import bars, finished, marks, new_figure
 from labkit.plots.labels import EndLabels
 from labkit.plots.style import MUTED, NOTE_SIZE, TEXT_WIDTH_IN, context_axis, series_styles, styled
 from labkit.rows import listed
+
+if TYPE_CHECKING:
+    from labkit.decide.engine_truth import EngineTruth
 
 
 @styled
@@ -38,7 +44,7 @@ def figure_engine_cost(truth: EngineTruth) -> Figure:
             marks(ax, contexts, rows["predicted"], style, hollow=True, size=7.0)
             marks(ax, contexts, cost, style, yerr=bars(cost, low, high))
             ends.add(contexts[-1], cost[-1], str(setting), color=style.color)
-        for length in (length for length in IMPOSED_LENGTHS if length <= k + 1):
+        for length in (length for length in truth.lengths if length <= k + 1):
             ax.axhline(length, color=MUTED, linewidth=0.8, linestyle=":", zorder=0)
             where = {"xy": (0, length), "xycoords": ("axes fraction", "data"), "xytext": (2, 1.5)}
             ax.annotate(f"{length:g} per step", **where, textcoords="offset points", fontsize=NOTE_SIZE, color=MUTED)
@@ -47,7 +53,7 @@ def figure_engine_cost(truth: EngineTruth) -> Figure:
         ticks = [1, 1.5, 2, 2.5, 3, 4, 6, 8, 12, 16, 24]
         ax.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
         ax.minorticks_off()
-        ax.set_ylim(0.9, max(cells["relative_step_cost"].max(), IMPOSED_LENGTHS[-1]) * 1.25)
+        ax.set_ylim(0.9, max(cells["relative_step_cost"].max(), truth.lengths[-1]) * 1.25)
     axes[0].set_ylabel("break-even acceptance length\n(tokens per step)")
     about = [listed(cells, name) for name in ("engine", "engine_version", "gpu", "target")]
     about += [f"k = {k}", "filled: measured, large open: predicted"]
@@ -69,7 +75,7 @@ def figure_engine_prediction(truth: EngineTruth) -> Figure:
     ax = figure.subplots()
     both = cells[["relative_step_cost", "predicted"]]
     ends = np.array([both.min().min() / 1.15, both.max().max() * 1.15])
-    ax.fill_between(ends, ends / (1 + TOLERANCE), ends * (1 + TOLERANCE), color="0.9", linewidth=0)
+    ax.fill_between(ends, ends / (1 + truth.tolerance), ends * (1 + truth.tolerance), color="0.9", linewidth=0)
     ax.plot(ends, ends, color=MUTED, linewidth=0.8)
     for setting, rows in cells.groupby("setting"):
         style = styles[str(setting)]
@@ -88,5 +94,5 @@ def figure_engine_prediction(truth: EngineTruth) -> Figure:
     ax.set_aspect("equal")
     ax.legend(loc="upper left", frameon=False, fontsize=NOTE_SIZE)
     about = [listed(cells, name) for name in ("engine", "gpu", "target")]
-    about += [f"band {100 * TOLERANCE:.0f} %; hollow: fitted at the shortest context"]
+    about += [f"band {100 * truth.tolerance:.0f} %; hollow: fitted at the shortest context"]
     return finished(figure, "Foretold from kernels and forwards", " · ".join(about))
