@@ -1,7 +1,6 @@
 """The figures of this project by name, from any stored runs: what `labkit figure` draws."""
 
 import argparse
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from labkit.decide.composed import cost_rows, stored_acceptance, stored_costs
 from labkit.decide.step_costs import CELL_KEY
 from labkit.decide.verdict import parse_length, restricted
 from labkit.errors import InputError
+from labkit.paths import check_out, make_folder
 from labkit.plots.acceptance import figure_acceptance
 from labkit.plots.attention import figure_attention
 from labkit.plots.attention_table import one_setting
@@ -188,13 +188,8 @@ def write_figure(name: str, out: Path, request: Request) -> SavedFigure:
     suffix = out.suffix.lstrip(".")
     if suffix not in (*FORMATS, *(["html"] if name == "breakeven" else [])):
         raise InputError(f"--out {out}: want a file ending in .{', .'.join(FORMATS)}, or .html for breakeven")
-    # Now, not after the work.
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        if out.is_dir() or not os.access(out.parent, os.W_OK):
-            raise InputError(f"--out {out}: want a file in a folder that can be written to")
-    except OSError as error:
-        raise InputError(f"--out {out}: no folder {out.parent} can be made: {error.strerror}") from error
+    make_folder(out.parent, f"--out {out}")  # now, not after the work
+    check_out(out)
     if suffix == "html":
         from labkit.publish.page import write_page
 
