@@ -24,7 +24,7 @@ from labkit.errors import InputError
 from labkit.progress import say
 from labkit.provenance import redact, redactor
 from labkit.results import RUN_ID, load_runs, load_sidecars
-from labkit.rows import json_value
+from labkit.rows import plain_record
 
 MAX_PAGE_BYTES = 8 << 20
 KV_DTYPES = ("auto", "bfloat16", "bf16", "float16", "fp16", "half", "fp8", "fp8_e4m3", "fp8_e5m2", "float8_e4m3fn")
@@ -74,7 +74,7 @@ def _step_line(row: dict[str, Any]) -> str:
     return f"{head} (whole step {row['step_ms']:.3f}, gap {row['gap_ms']:.3f})"
 
 
-def run_diagnose(arguments: argparse.Namespace) -> int:
+def run_diagnose(arguments: argparse.Namespace) -> tuple[Any, str, int]:
     """Diagnose a log, a trace or a launch line, or print a recipe; 1 where a launch line has a mistake."""
     _check_options(arguments)
     if len(arguments.launch or []) > 1 or (arguments.launch and (arguments.file or arguments.base_url)):
@@ -115,11 +115,10 @@ def run_diagnose(arguments: argparse.Namespace) -> int:
         raise InputError("wanted a log, a trace, --base-url or --launch")
     if arguments.recipe:
         content = lines = recipe(arguments.recipe, server, arguments.launch)
-    print(json.dumps(redact(content), indent=1) if arguments.json else redact("\n".join(lines)))
-    return 1 if problems else 0
+    return redact(content), redact("\n".join(lines)), 1 if problems else 0
 
 
-def _diagnose_run(arguments: argparse.Namespace) -> int:
+def _diagnose_run(arguments: argparse.Namespace) -> tuple[Any, str, int]:
     """What explains the times of stored attention runs; 1 where a backend is neither healthy nor launch-bound."""
     from labkit.decide.diagnosis import degenerate_paths  # pandas and plots, which no log needs
     from labkit.decide.diagnosis import diagnose as diagnose_rows
@@ -127,15 +126,12 @@ def _diagnose_run(arguments: argparse.Namespace) -> int:
     rows, sidecars = load_runs("attention", arguments.file), load_sidecars("attention", arguments.file)
     found = diagnose_rows(rows[rows["status"] == "ok"], sidecars)
     bad = degenerate_paths(found)
-    if arguments.json:
-        records = [{str(n): json_value(v) for n, v in row.items()} for row in found.astype(object).to_dict("records")]
-        print(json.dumps(redact(records), indent=1, allow_nan=False, default=str))
-    else:
-        for _, row in found.iterrows():
-            sure = f" ({row['sure']})" if row["sure"] else ""
-            setting = f"{row['num_qo_heads']}/{row['num_kv_heads']}/{row['head_dim']}, batch {row['batch_size']}"
-            print(f"{setting}, {row['backend']}: {row['diagnosis']}{sure}: {row['because']}")
-    return 1 if len(bad) else 0
+    records, lines = [plain_record(row) for row in found.astype(object).to_dict("records")], []
+    for row in records:
+        sure = f" ({row['sure']})" if row["sure"] else ""
+        setting = f"{row['num_qo_heads']}/{row['num_kv_heads']}/{row['head_dim']}, batch {row['batch_size']}"
+        lines.append(f"{setting}, {row['backend']}: {row['diagnosis']}{sure}: {row['because']}")
+    return redact(records), "\n".join(lines), 1 if len(bad) else 0
 
 
 def _check_options(arguments: argparse.Namespace) -> None:
