@@ -224,12 +224,10 @@ class HostClock:
         self._begin = 0
 
     def start_step(self) -> None:
-        """Begin a step."""
         self._marks = []
         self._begin = time.perf_counter_ns()
 
     def lap(self, part: str) -> None:
-        """End a part of the step."""
         self._marks.append((part, time.perf_counter_ns()))
 
     def end_step(self) -> StepTimes:

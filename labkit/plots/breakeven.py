@@ -115,7 +115,6 @@ def plot_speedup(
     cells: pd.DataFrame,
     *,
     ax: Axes | None = None,
-    hue: str = "verify_backend",
     labels: Mapping[str, str] | None = None,
     styles: Mapping[str, SeriesStyle] | None = None,
 ) -> Axes:
@@ -129,15 +128,15 @@ def plot_speedup(
     """
     ax = axes_or_new(ax)
     one_k(cells, "cells")
-    styles = styles or series_styles(cells[hue])
+    styles = styles or series_styles(cells["verify_backend"])
     context_axis(ax, cells["context_len"].min(), cells["context_len"].max())
     ends = EndLabels(ax)
     ax.axhline(1.0, color="0.0", linewidth=0.9, linestyle=_DOTTED, **_GUIDE)
     ends.add(ax.get_xlim()[1], 1.0, "plain decode", color="0.0")
-    for name, curve in by_name(cells[cells["speedup"].notna()], hue):
+    for name, curve in by_name(cells[cells["speedup"].notna()], "verify_backend"):
         curve = curve.sort_values("context_len")
         if curve["context_len"].duplicated().any():
-            raise InputError(f"cells: want one per context and {hue} on one axes; {name} has several")
+            raise InputError(f"cells: want one per context and backend on one axes; {name} has several")
         style, x = styles[name], curve["context_len"].to_numpy(float)
         fine, (middle, low, high) = interpolate(x, curve, ["speedup", "speedup_low", "speedup_high"])
         _band(ax, fine, low, high, style.color)
