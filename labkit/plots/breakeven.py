@@ -136,7 +136,7 @@ def plot_speedup(
     for name, curve in by_name(cells[cells["speedup"].notna()], "verify_backend"):
         curve = curve.sort_values("context_len")
         if curve["context_len"].duplicated().any():
-            raise InputError(f"cells: want one per context and backend on one axes; {name} has several")
+            raise InputError(f"cells: want one per context and verify_backend on one axes; {name} has several")
         style, x = styles[name], curve["context_len"].to_numpy(float)
         fine, (middle, low, high) = interpolate(x, curve, ["speedup", "speedup_low", "speedup_high"])
         _band(ax, fine, low, high, style.color)
