@@ -17,7 +17,7 @@ import pandas as pd
 
 from labkit.decide.intervals import RESAMPLES, generator, percentile_interval, resampled_weights, student_spread
 from labkit.decide.pairings import pairing_rows
-from labkit.engines.roles import version_key
+from labkit.engines.roles import holds_for, version_key
 from labkit.errors import InputError
 from labkit.results import find_runs, load_runs
 from labkit.shapes import model_shapes
@@ -156,14 +156,11 @@ def paired_backends(engine: str, version: str | None, setting: str) -> tuple[str
 
 
 def _covers(row: dict[Any, str], version: str | None) -> bool:
-    text, own = row["engine_version"], version_key(version or "")
-    if not own:
-        return True
+    text = row["engine_version"]
     if text.startswith("before "):
-        return own < version_key(text.removeprefix("before "))
+        return version_key(version) < version_key(text.removeprefix("before "))
     low, _, high = text.partition(" to ")
-    parts = (high or low).count(".") + 1  # a last version of two parts holds for its patch releases
-    return version_key(low) <= own and own[:parts] <= version_key(high or low)[:parts]
+    return holds_for(version, low, high or low)
 
 
 def predict(cells: pd.DataFrame, forwards: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
