@@ -11,18 +11,17 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from labkit.decide.intervals import generator, percentile_interval, resampled_weights, student_spread
+from labkit.decide.intervals import RESAMPLES, generator, percentile_interval, resampled_weights, student_spread
 from labkit.errors import InputError
 from labkit.rows import group_numbers, is_missing, ok_rows, single_value
 
-MAX_REPEATED = (
-    0.2  # share of repeated 4-grams above which a text repeats itself (`labkit.workloads.repeated_ngram_share`)
-)
+# Share of repeated 4-grams above which a text repeats itself (`labkit.workloads.repeated_ngram_share`).
+MAX_REPEATED = 0.2
 DEFAULT_BY = (
     *("target", "drafter", "num_speculative_tokens", "workload", "temperature"),
     *("context_len_low", "context_len_high", "origin"),
 )
-_PER_POSITION = ("acceptance_rate_per_pos", "conditional_acceptance_rate_per_pos", "share_by_draft_length")
+_PER_POSITION = ("acceptance_rate_per_pos", "conditional_acceptance_rate_per_pos")
 _TOTALS = ("num_drafted_tokens", "num_accepted_tokens")
 
 
@@ -152,11 +151,6 @@ class AcceptanceCounts:
         kept = [self.histogram[i:, i:].sum() for i in range(1, size)]
         return np.array([_ratio(k, n) for k, n in zip(kept, proposed_and_before_kept, strict=True)])
 
-    @property
-    def share_by_draft_length(self) -> np.ndarray:
-        """Share of the verify steps that proposed j drafts, float64 [k+1], j = 0..k."""
-        return self.histogram.sum(axis=1) / (self.num_verify_steps or np.nan)
-
     def columns(self) -> dict[str, Any]:
         """The count columns of an acceptance row."""
         names = ("num_speculative_tokens", "num_verify_steps", "num_truncated_steps", "num_drafted_steps", *_TOTALS)
@@ -228,9 +222,7 @@ def doubtful_drafters(df: pd.DataFrame) -> list[str]:
     return lines
 
 
-def acceptance_table(
-    df: pd.DataFrame, by: Sequence[str] | None = None, *, confidence: float = 0.95, resamples: int = 2000, seed: int = 0
-) -> pd.DataFrame:
+def acceptance_table(df: pd.DataFrame, by: Sequence[str] | None = None) -> pd.DataFrame:
     """Lengths and rates per group of acceptance rows, with intervals from resampled prompts.
 
     Counts are pooled, and the prompts resampled as whole clusters (a ratio estimator). The mean of per-prompt lengths,
@@ -240,7 +232,7 @@ def acceptance_table(
 
     Returns `by`, num_prompts, num_verify_steps, num_drafted_tokens, num_accepted_tokens, mean_acceptance_length and
     draft_acceptance_rate with ``_low`` and ``_high``, mean_acceptance_length_of_prompts, acceptance_rate_per_pos,
-    conditional_acceptance_rate_per_pos, share_by_draft_length. Bounds are NaN for fewer than two prompts.
+    conditional_acceptance_rate_per_pos. Bounds are NaN for fewer than two prompts.
 
     Raises InputError: no rows with status ok, an unknown column, or measured and other origins in one group.
     """
@@ -249,19 +241,18 @@ def acceptance_table(
     records = []
     for key, group in rows.groupby(names, dropna=False, sort=True) if names else [((), rows)]:
         single_value(group, "origin", f"acceptance rows of {key}")
-        summary = _summary(group, confidence, resamples, seed)
-        records.append(dict(zip(names, key, strict=True)) | summary)
+        records.append(dict(zip(names, key, strict=True)) | _summary(group))
     return pd.DataFrame(records)
 
 
 def length_draws(
-    histograms: np.ndarray, resamples: int, seed: int
+    histograms: np.ndarray, resamples: int = RESAMPLES
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Resample prompts: accepted, drafted [resamples], steps by draft length [resamples, k+1], spread [resamples].
 
-    The counts and the seed alone set the draws: whoever asks about the same prompts gets the same interval.
+    The counts alone set the draws: whoever asks about the same prompts gets the same interval.
     """
-    rng = generator(seed, "prompts", histograms.tolist())
+    rng = generator(0, "prompts", histograms.tolist())
     weights = resampled_weights(len(histograms), resamples, rng)
     lengths = np.arange(histograms.shape[1])
     by_draft_length = histograms.sum(axis=2)
@@ -270,19 +261,19 @@ def length_draws(
     return accepted, weights @ (by_draft_length @ lengths), weights @ by_draft_length, spread
 
 
-def _summary(group: pd.DataFrame, confidence: float, resamples: int, seed: int) -> dict[str, Any]:
+def _summary(group: pd.DataFrame) -> dict[str, Any]:
     counts = counts_from_frame(group)
     histograms = prompt_histograms(group)
     k, num_prompts = counts.num_speculative_tokens, len(histograms)
     low = high = rate_low = rate_high = of_prompts = float("nan")
     if num_prompts:
-        accepted, drafted, steps, spread = length_draws(histograms, resamples, seed)
+        accepted, drafted, steps, spread = length_draws(histograms)
         length, rate = counts.mean_acceptance_length, counts.draft_acceptance_rate
         log_ratio = np.log((1 + accepted / steps.sum(axis=1)) / length)
-        low, high = np.clip(length * np.exp(percentile_interval(spread * log_ratio, confidence)), 1, k + 1)
+        low, high = np.clip(length * np.exp(percentile_interval(spread * log_ratio)), 1, k + 1)
         with np.errstate(invalid="ignore"):
             deviation = spread * (accepted / drafted - rate)
-        rate_low, rate_high = np.clip(rate + np.array(percentile_interval(deviation, confidence)), 0, 1)
+        rate_low, rate_high = np.clip(rate + np.array(percentile_interval(deviation)), 0, 1)
         per_prompt = histograms.sum(axis=1) @ np.arange(k + 1) / histograms.sum(axis=(1, 2))
         of_prompts = 1 + per_prompt.mean()
     return {

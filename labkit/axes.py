@@ -1,7 +1,5 @@
 """Axes of a grid as users write them: ``context_len=512,4k``, ``k=0..7``."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -67,9 +65,7 @@ def with_sizes(texts: Sequence[str]) -> set[str]:
     return {*texts, *(str(parse_size(text)) for text in texts if _SIZE.fullmatch(text))}
 
 
-def keep_where(
-    table: pd.DataFrame, conditions: Sequence[str], option: str = "--where", *, strict: bool = True
-) -> pd.DataFrame:
+def keep_where(table: pd.DataFrame, conditions: Sequence[str], *, strict: bool = True) -> pd.DataFrame:
     """The rows that hold one of the values of every ``column=v,..``; numbers may be written as sizes (``4k``).
 
     Raises InputError: not of that form; and unless ``strict`` is off, no such column, or no row is left.
@@ -78,15 +74,15 @@ def keep_where(
         name, separator, values = condition.partition("=")
         name, wanted = ALIASES.get(name, name), with_sizes(values.split(","))
         if not separator or not values:
-            raise InputError(f"{option} {condition!r}: wanted column=value,...")
+            raise InputError(f"--where {condition!r}: wanted column=value,...")
         if name not in table and not strict:
             continue
         if name not in table:
-            raise InputError(f"{option} {condition}: no such column; want one of {', '.join(map(str, table))}")
+            raise InputError(f"--where {condition}: no such column; want one of {', '.join(map(str, table))}")
         texts = table[name].map(lambda value: str(int(value)) if _is_whole(value) else str(value))
         if strict and not texts.isin(wanted).any():
             known = some_values(table[name])
-            raise InputError(f"{option} {condition}: no cell is left; {name} is {known or 'unknown'}")
+            raise InputError(f"--where {condition}: no cell is left; {name} is {known or 'unknown'}")
         table = table[texts.isin(wanted)]
     return table
 

@@ -14,7 +14,7 @@ import pandas as pd
 
 from labkit.decide.acceptance_join import Source, imposed_source, join
 from labkit.decide.crossovers import curve_crossings
-from labkit.decide.intervals import generator, percentile_interval
+from labkit.decide.intervals import CONFIDENCE, RESAMPLES, generator, percentile_interval
 from labkit.decide.speedup import Length, imposed_length, measured_length, relative_step_cost, speedup_of
 from labkit.decide.step_costs import StepCosts, baseline_ms, paired_ratios, step_costs
 from labkit.errors import InputError
@@ -31,6 +31,7 @@ NUMBERS = (
     *("temperature", "batch_size", "context_len", "num_speculative_tokens"),
     *(name for name in CELL_COLUMNS[13:] if name not in ("verdict", "origin", "reason")),
 )
+AXES = ("context_len", "batch_size")  # along which crossings are looked for
 CURVE_COLUMNS = tuple(name for name in (*CELL_COLUMNS[:13], "origin") if name not in ("context_len", "decode_backend"))
 
 
@@ -45,24 +46,21 @@ class Breakeven:
         direction, decided, pays_at, loses_at} (`labkit.decide.crossovers`).
     turning_points : the same along the batch size: one dict per curve at a context, ``crossovers`` hold batch_size in
         place of context_len. A direction "pays below" means: speculation stops paying above that many requests.
-    baseline, confidence, resamples, seed : what was asked for.
+    baseline, resamples : what was asked for.
     """
 
     cells: pd.DataFrame
     crossovers: list[dict[str, Any]]
     turning_points: list[dict[str, Any]]
     baseline: str
-    confidence: float
     resamples: int
-    seed: int
 
     def to_dict(self) -> dict[str, Any]:
-        """The machine form: baseline, confidence, resamples, seed, cells and curves; None where unknown."""
+        """The machine form: baseline, confidence, resamples, cells and curves; None where unknown."""
         return {
             "baseline": self.baseline,
-            "confidence": self.confidence,
+            "confidence": CONFIDENCE,
             "resamples": self.resamples,
-            "seed": self.seed,
             "cells": [plain_record(cell) for cell in self.cells.to_dict("records")],
             "curves": [plain_record(curve) for curve in self.crossovers],
             "turning_points": [plain_record(curve) for curve in self.turning_points],
@@ -73,23 +71,13 @@ class Breakeven:
         return json.dumps(self.to_dict(), indent=1, allow_nan=False)
 
 
-@dataclass(frozen=True)
-class _Settings:
-    baseline: str
-    confidence: float
-    resamples: int
-    seed: int
-
-
 def breakeven(
     cost_rows: pd.DataFrame | list[StepCosts],
     acceptance: pd.DataFrame | float | Sequence[float] | None,
     *,
     acceptance_from: str | None = None,
     baseline: str = "fastest",
-    confidence: float = 0.95,
-    resamples: int = 2000,
-    seed: int = 0,
+    resamples: int = RESAMPLES,
 ) -> Breakeven:
     """Join costs and acceptance and judge every cell.
 
@@ -107,17 +95,14 @@ def breakeven(
         the cost alone.
     acceptance_from : borrow the acceptance of this target (origin "transferred").
     baseline : "fastest", "same" or a plain-decode backend; speedup_same_backend is given beside it.
-    confidence, resamples, seed : of the intervals. Rounds are resampled for cost and prompts for acceptance; see
+    resamples : behind the 95% intervals. Rounds are resampled for cost and prompts for acceptance; see
         `labkit.decide.intervals`.
 
     Raises InputError: bad rows or options, or cost and acceptance that disagree in target, drafter, k or context band
     everywhere. Where only some cells find acceptance, the others keep their cost and a reason.
     """
-    if not 0 < confidence < 1:
-        raise InputError(f"confidence must lie between 0 and 1, got {confidence}")
     if resamples < 100:
         raise InputError(f"resamples must be at least 100, got {resamples}")
-    settings = _Settings(baseline, confidence, resamples, seed)
     costs = cost_rows if isinstance(cost_rows, list) else step_costs(cost_rows)
     known = sorted({name for cost in costs for name in cost.decode_ms})
     if baseline not in ("fastest", "same", *known):
@@ -131,17 +116,15 @@ def breakeven(
             # Contexts of one band share their prompts, so they must share the draws.
             key = (cost.num_speculative_tokens, source.key if source else None)
             if key not in lengths:
-                lengths[key] = _length(source, cost.num_speculative_tokens, settings)
-            cell, log_speedup = _judge(cost, source, why, lengths[key], settings)
+                lengths[key] = _length(source, cost.num_speculative_tokens, resamples)
+            cell, log_speedup = _judge(cost, source, why, lengths[key], baseline)
             cells.append(cell)
             draws.append(log_speedup)
     # Texts stay objects, so that an unknown one is None whether or not the column holds others.
     table = pd.DataFrame(cells, columns=list(CELL_COLUMNS), dtype=object)
     table = table.astype({name: table[name].infer_objects().dtype for name in NUMBERS})
-    curves = {
-        axis: curve_crossings(table, draws, confidence, axis, CURVE_COLUMNS) for axis in ("context_len", "batch_size")
-    }
-    return Breakeven(table, curves["context_len"], curves["batch_size"], baseline, confidence, resamples, seed)
+    over_context, over_batch = (curve_crossings(table, draws, axis, CURVE_COLUMNS) for axis in AXES)
+    return Breakeven(table, over_context, over_batch, baseline, resamples)
 
 
 def _sources(
@@ -166,29 +149,28 @@ def _sources(
     ]
 
 
-def _length(source: Source | None, k: int, settings: _Settings) -> Length:
+def _length(source: Source | None, k: int, resamples: int) -> Length:
     if source is not None and source.histograms is not None and len(source.histograms):
-        return measured_length(source.histograms, settings.resamples, settings.seed)
+        return measured_length(source.histograms, resamples)
     bounds = source.imposed if source is not None and source.imposed else (np.nan, np.nan, np.nan)
-    rng = generator(settings.seed, "imposed")
-    return imposed_length(*bounds, k, confidence=settings.confidence, resamples=settings.resamples, rng=rng)
+    return imposed_length(*bounds, k, resamples)
 
 
 def _judge(
-    cost: StepCosts, source: Source | None, why: str | None, length: Length, settings: _Settings
+    cost: StepCosts, source: Source | None, why: str | None, length: Length, baseline: str
 ) -> tuple[dict[str, Any], np.ndarray]:
     """One row of the cell table, and the resampled log speed-ups [resamples] (NaN where there is no interval)."""
-    decode_backend, decode_ms = baseline_ms(cost, settings.baseline)
+    decode_backend, decode_ms = baseline_ms(cost, baseline)
     ratios = paired_ratios(cost, decode_ms, length.shares)
-    found = speedup_of(ratios, length, generator(settings.seed, "rounds", *cost.key.values()))
+    found = speedup_of(ratios, length, generator(0, "rounds", *cost.key.values()))
     same = paired_ratios(cost, baseline_ms(cost, "same")[1], length.shares)
     ceiling = cost.num_speculative_tokens + 1
-    low, high = np.exp(percentile_interval(found.draws, settings.confidence))
-    cost_low, cost_high = np.exp(percentile_interval(found.cost_draws, settings.confidence))
-    length_bounds = np.exp(percentile_interval(found.length_draws, settings.confidence))
+    low, high = np.exp(percentile_interval(found.draws))
+    cost_low, cost_high = np.exp(percentile_interval(found.cost_draws))
+    length_bounds = np.exp(percentile_interval(found.length_draws))
     borrowed = source is not None and bool(source.borrowed_from)
     verdict, remark = _verdict(low, high, cost_low, ceiling, length.length, borrowed=borrowed)
-    reasons = [why, *_remarks(cost, source, length, ratios, decode_backend, settings.baseline), remark]
+    reasons = [why, *_remarks(cost, source, length, ratios, decode_backend, baseline), remark]
     reasons += [*(source.notes if source else ()), *cost.notes]
     cell = cost.key | {
         "workload": source.workload if source else None,

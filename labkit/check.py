@@ -167,10 +167,6 @@ def _times(rows: _Rows) -> _Broken:
     yield "gb_per_s", off, "is not the unique bytes over attention_ms"
 
 
-def _duplicates(rows: _Rows, experiment: str) -> _Broken:
-    yield "sample", rows.table.select(SAMPLE_KEYS[experiment]).to_pandas().duplicated().to_numpy(), "stored twice"
-
-
 # Axes that are stored as they are given; others become something else (``as q``, a context that grows).
 _KEY_AXES = ("arm", "backend", "verify_backend", "decode_backend", "drafter", "target", "batch_size", "prompt_id")
 
@@ -217,8 +213,8 @@ def check_table(table: pa.Table, experiment: str) -> list[Finding]:
     typed = {f.name for f in arrow_schema(experiment)} - {finding.field for finding in findings}
     rows = _Rows(table.select([name for name in table.schema.names if name in typed]))
     rules = [_values(rows, experiment), _counts(rows), _histograms(rows), _times(rows), _point_keys(rows)]
-    if typed.issuperset(SAMPLE_KEYS[experiment]):
-        rules.append(_duplicates(rows, experiment))
+    if typed.issuperset(keys := SAMPLE_KEYS[experiment]):
+        rules.append(iter([("sample", table.select(keys).to_pandas().duplicated().to_numpy(), "stored twice")]))
     with np.errstate(invalid="ignore"):
         for rule in rules:
             for field, broken, problem in rule:

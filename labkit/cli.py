@@ -1,7 +1,5 @@
 """The command line: arguments in, one call each, text or JSON out. Exit 0 ok, 1 a finding, 2 bad input."""
 
-from __future__ import annotations
-
 import argparse
 import errno
 import importlib

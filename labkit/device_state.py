@@ -40,14 +40,17 @@ def _gpu(device: str) -> Callable[[], DeviceState]:
         return lambda: UNKNOWN
 
 
-def energy_j(device: str) -> float | None:
-    """Joules that the device has used since its driver was loaded; None where NVML does not tell."""
+def energy_j(device: str | None = None) -> float | None:
+    """Joules that a device, or all of this machine, used since the driver was loaded; None where NVML does not tell."""
     try:
         import pynvml
     except ImportError:
         return None
     try:
-        return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(_handle(device))) / 1e3
+        pynvml.nvmlInit()
+        every = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+        handles = [_handle(device)] if device else every
+        return float(sum(map(pynvml.nvmlDeviceGetTotalEnergyConsumption, handles))) / 1e3 or None
     except pynvml.NVMLError:
         return None
 

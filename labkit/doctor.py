@@ -1,7 +1,5 @@
 """`labkit doctor`: what this machine is, what runs on it, and how fast it reads."""
 
-from __future__ import annotations
-
 import argparse
 from importlib.util import find_spec
 from typing import Any

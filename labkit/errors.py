@@ -18,5 +18,4 @@ class BackendUnavailable(RuntimeError):
 
     def __init__(self, backend: str, reason: str):
         super().__init__(f"backend {backend!r} is unavailable: {reason}")
-        self.backend = backend
         self.reason = reason

@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing.connection import Connection, Pipe
-from typing import Any, Protocol
+from typing import Any
 
 from labkit.errors import InputError
 from labkit.provenance import redact, utc_now
@@ -41,32 +41,18 @@ def function_name(measure: str | Callable[..., Any]) -> str:
     return f"{module}:{name}"
 
 
-class Executor(Protocol):
-    """Who measures. `labkit.executor_dask` has one for many devices."""
-
-    def call(self, function: str, argument: Any, timeout_s: float) -> Outcome:
-        """``function(argument)`` as an outcome."""
-
-    def outcomes(
-        self, batches: Iterable[Batch], timeout_s: float, local: Mapping[str, Any]
-    ) -> Iterator[tuple[str, Outcome]]:
-        """The key of each point and what came of it, as they come; whole batches at once.
-
-        local : what the measuring function gets beside each point.
-        """
-
-    def close(self) -> None:
-        """End what was started."""
-
-
-class _Sequential:
-    """One batch after the other."""
+class Executor:
+    """Who measures: here one batch after the other. `labkit.executor_dask` has one for many devices."""
 
     def prepare(self) -> None:
         """Have someone who can measure; nobody is started here."""
 
     def close(self) -> None:
         """End what was started."""
+
+    def call(self, function: str, argument: Any, timeout_s: float) -> Outcome:
+        """``function(argument)`` as an outcome."""
+        raise NotImplementedError
 
     def measure(self, points: list[Point], timeout_s: float) -> list[Outcome]:
         """One outcome per point of a batch; ``timeout_s`` is per point."""
@@ -75,7 +61,10 @@ class _Sequential:
     def outcomes(
         self, batches: Iterable[Batch], timeout_s: float, local: Mapping[str, Any]
     ) -> Iterator[tuple[str, Outcome]]:
-        """See `Executor.outcomes`."""
+        """The key of each point and what came of it, as they come; whole batches at once.
+
+        local : what the measuring function gets beside each point.
+        """
         for batch in batches:
             yield from self.measure_batch(batch, timeout_s, local)
 
@@ -102,7 +91,7 @@ def _after_jump(outcome: Outcome, jump_s: float) -> Outcome:
     return {**outcome, "samples": marked}
 
 
-class InProcess(_Sequential):
+class InProcess(Executor):
     """Calls the function here. For tests and debugging: a crash ends the sweep, and no time limit is kept."""
 
     def __init__(self, measure: str | Callable[..., Any]):
@@ -118,7 +107,7 @@ class InProcess(_Sequential):
         return measure_group(self._measure, points) if grouped else [measure_point(self._measure, points[0])]
 
 
-class WorkerProcess(_Sequential):
+class WorkerProcess(Executor):
     """Calls the function in one child process that stays alive, so that models stay loaded.
 
     The child is killed and started anew after a hang, and started anew after a crash or a broken device.

@@ -15,7 +15,7 @@ import dask
 from distributed import Client, Future, Nanny, Scheduler, SpecCluster, as_completed, get_worker
 
 from labkit.errors import InputError
-from labkit.executor import Batch, Outcome, WorkerProcess
+from labkit.executor import Batch, Executor, Outcome, WorkerProcess
 from labkit.provenance import code_digest, collect, environment, utc_now
 from labkit.worker import one_line
 
@@ -60,8 +60,8 @@ def local_cluster(variables: Sequence[Mapping[str, str]]) -> SpecCluster:
         return SpecCluster(workers=workers, scheduler=scheduler, silence_logs=50)
 
 
-class DaskExecutor:
-    """An `labkit.executor.Executor` over the workers of a cluster.
+class DaskExecutor(Executor):
+    """Over the workers of a cluster.
 
     measure : ``package.module:function``, importable on the workers.
     client : A connected client; None starts one worker for each visible device of this host and ends them at last.
@@ -114,7 +114,7 @@ class DaskExecutor:
     def outcomes(
         self, batches: Iterable[Batch], timeout_s: float, local: Mapping[str, Any]
     ) -> Iterator[tuple[str, Outcome]]:
-        """See `labkit.executor.Executor.outcomes`: in the order in which the workers end them."""
+        """As of `Executor`, in the order in which the workers end them."""
         waiting, running = iter(batches), dict[Any, Batch]()
         done = as_completed()
 

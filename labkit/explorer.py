@@ -5,8 +5,6 @@ cell that the explorer exports calls the same functions. Everything comes from `
 that the choice leaves, so that a read-out equals `labkit breakeven --json`.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -24,7 +22,7 @@ from labkit.decide.best_k import best_k
 from labkit.decide.cause import slope_causes, waterfall
 from labkit.decide.step_costs import StepCosts, step_costs
 from labkit.errors import InputError
-from labkit.plots.canvas import add_header, freeze_layout, new_figure
+from labkit.plots.canvas import finished, new_figure
 from labkit.plots.explorer import mark_context, plot_choice, plot_parts
 from labkit.plots.panels import describe
 from labkit.plots.style import TEXT_WIDTH_IN, format_tokens, styled
@@ -145,9 +143,7 @@ class Explorer(StoredRows):
         """The picture of a choice as a figure to save. Raises InputError as `cost_rows`."""
         figure, found = new_figure(width_in, 4.6 if width_in > 5 else 5.2), self.curve(choice)
         self.draw(figure.subplots(2), choice)
-        add_header(figure, "Where speculative decoding pays", describe(found.cells, found.baseline))
-        freeze_layout(figure)
-        return figure
+        return finished(figure, "Where speculative decoding pays", describe(found.cells, found.baseline))
 
     def sources(self, choice: Choice) -> list[Path]:
         """Run files behind a choice, for `labkit.publish.figures.save_figure`."""

@@ -1,7 +1,6 @@
 """Filler for long contexts: the text and the code that every Python installation carries, read on demand."""
 
 import functools
-import hashlib
 import importlib.util
 import random
 from collections.abc import Iterator
@@ -30,11 +29,6 @@ def filler_text(kind: FillerKind, *, order: str) -> str:
     passages = list(_passages(kind))
     random.Random(f"{kind}:{order}").shuffle(passages)
     return "\n\n".join(passages)
-
-
-def filler_digest(kind: FillerKind) -> str:
-    """First 12 hex digits of the SHA-256 of the passages, before they are shuffled."""
-    return hashlib.sha256("\0".join(_passages(kind)).encode()).hexdigest()[:12]
 
 
 @functools.lru_cache

@@ -18,8 +18,9 @@ from typing import Any, Self
 import pyarrow as pa
 
 from labkit.errors import InputError
+from labkit.paths import sync_folder
 from labkit.provenance import digest, plain, utc_now
-from labkit.results import build_table, file_digest, read_sidecar, sync_folder, write_run
+from labkit.results import build_table, file_digest, read_sidecar, write_run
 from labkit.schema import FINAL_STATUSES, SCHEMA_VERSION, columns
 
 # Columns that a sweep fills in; neither a point nor what was measured may name them.

@@ -2,8 +2,9 @@
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import IO
 
 from labkit.errors import InputError
 
@@ -43,15 +44,28 @@ def make_folder(folder: Path, name: str) -> Path:
     return folder
 
 
-def write_whole(path: Path, content: bytes) -> Path:
-    """Write a file so that a reader sees the old one or the new one, never half of one.
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder survive a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_whole(path: Path, content: bytes | Callable[[IO[bytes]], None]) -> Path:
+    """Write a file, or have it written, so that a reader sees the old one or the new one, also after a power cut.
 
     Raises InputError: it cannot be written.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_bytes(content)
+        with open(temporary, "wb") as file:
+            file.write(content) if isinstance(content, bytes) else content(file)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(temporary, path)
+        sync_folder(path.parent)
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)

@@ -31,11 +31,6 @@ def grid(**axes: Any) -> list[Point]:
     return [dict(zip(values, combination, strict=True)) for combination in itertools.product(*values.values())]
 
 
-def _encoded(value: Any) -> str:
-    """A value as JSON. Whole numbers and short texts are most of 100,000 points."""
-    return str(value) if type(value) is int else _ENCODER.encode(value)
-
-
 def _is_plain(value: Any) -> bool:
     """Whether JSON gives the value back as it is."""
     return value is None or type(value) in (int, str, bool) or (type(value) is float and math.isfinite(value))
@@ -47,7 +42,9 @@ def _is_number(value: Any) -> bool:
 
 def point_key(point: Point, backend_digest: str = "") -> str:
     """Every parameter of a point as one stable string, in any order: ``k=4,name="sdpa"@1a2b``."""
-    parts = [f"{name}={_encoded(point[name])}" for name in sorted(point)]
+    # Whole numbers are most of 100,000 points.
+    texts = {name: str(value) if type(value) is int else _ENCODER.encode(value) for name, value in point.items()}
+    parts = [f"{name}={texts[name]}" for name in sorted(texts)]
     return ",".join(parts) + (f"@{backend_digest}" if backend_digest else "")
 
 

@@ -3,7 +3,7 @@
 import io
 import os
 import sys
-from typing import Any, Protocol
+from typing import Any
 
 from tqdm import tqdm
 
@@ -11,14 +11,6 @@ from labkit.provenance import redact
 
 _BAR = "{desc} {n_fmt}/{total_fmt} {bar} {elapsed} eta {remaining}"
 _LINE = "{desc} {n_fmt}/{total_fmt} {elapsed} eta {remaining}"
-
-
-class Progress(Protocol):
-    """What `progress` returns."""
-
-    def update(self, n: int = 1) -> Any: ...
-
-    def close(self) -> None: ...
 
 
 class _PlainLines(tqdm):
@@ -44,10 +36,10 @@ def say(text: str) -> None:
     tqdm.write(redact(text), file=sys.stdout if in_notebook() else sys.stderr)
 
 
-def progress(total: int | None, label: str = "sweep", *, initial: int = 0, every_s: float = 10.0) -> Progress:
+def progress(total: int | None, label: str = "sweep", *, initial: int = 0) -> tqdm:
     """A counter of ``total`` points (None: unknown), ``initial`` done: ``update()`` after each, ``close()`` at last.
 
-    In a notebook a widget bar, on a terminal a text bar, else one line per ``every_s`` seconds
+    In a notebook a widget bar, on a terminal a text bar, else one line per 10 seconds
     (``sweep 40/400 00:12 eta 01:50``) and one at the end.
     """
     if in_notebook():
@@ -56,6 +48,6 @@ def progress(total: int | None, label: str = "sweep", *, initial: int = 0, every
         return notebook_bar(total=total, desc=label, initial=initial)
     if sys.stderr.isatty():
         return tqdm(total=total, desc=label, initial=initial, bar_format=_BAR)
-    when: dict[str, Any] = {"mininterval": every_s, "miniters": 1, "smoothing": 0}
+    when: dict[str, Any] = {"mininterval": 10.0, "miniters": 1, "smoothing": 0}
     # tqdm's own line feeds go nowhere: `say` ends the lines.
     return _PlainLines(total=total, desc=label, initial=initial, bar_format=_LINE, file=io.StringIO(), **when)

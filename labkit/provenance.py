@@ -81,10 +81,6 @@ def slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "unknown"
 
 
-def _homes() -> frozenset[str]:
-    return frozenset({str(Path.home()), os.environ.get("HOME", "")} - {"", "/"})
-
-
 def _own_names() -> frozenset[tuple[str, str]]:
     try:
         user = getpass.getuser()
@@ -116,14 +112,18 @@ def _rules(
     return rules
 
 
-def redact(text: str) -> str:
-    """``text`` without home folders, the names of this account and host, keys, tokens and passwords."""
-    return redactor()(text)
+def redact(value: Any) -> Any:
+    """A text, or a JSON value with every text in it, without what is private; pictures in base64 stay as they are.
+
+    Private are home folders, the names of this account and host, keys, tokens and passwords; names of fields are texts.
+    """
+    return redactor()(value)
 
 
 def redactor() -> Callable[[Any], Any]:
-    """`redacted` for many values, with what this process's environment holds now."""
-    rules = _rules(_homes(), _own_names(), _own_secrets())
+    """`redact` for many values, with what this process's environment holds now."""
+    homes = frozenset({str(Path.home()), os.environ.get("HOME", "")} - {"", "/"})
+    rules = _rules(homes, _own_names(), _own_secrets())
     known: dict[str, str] = {}
 
     def of_text(text: str) -> str:
@@ -144,11 +144,6 @@ def redactor() -> Callable[[Any], Any]:
         return [walk(item) for item in part] if isinstance(part, list | tuple) else part
 
     return walk
-
-
-def redacted(value: Any) -> Any:
-    """A JSON value with every text in it redacted, names of fields included; pictures in base64 stay as they are."""
-    return redactor()(value)
 
 
 def _is_picture(name: Any) -> bool:

@@ -9,7 +9,7 @@ import os
 import re
 import secrets
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from labkit import schema
 from labkit.errors import InputError
 from labkit.parquet import read_table
-from labkit.paths import ROOT, RUNS
+from labkit.paths import ROOT, RUNS, write_whole
 from labkit.provenance import plain, redact
 from labkit.schema import COUNT, LISTS, REAL, SCHEMA_VERSION, TEXT, Column, arrow_schema, columns
 
@@ -74,30 +74,6 @@ def build_table(experiment: str, values: dict[str, list[Any]]) -> pa.Table:
     return pa.Table.from_arrays(arrays, schema=arrow_schema(experiment))
 
 
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder survive a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _replace(path: Path, content: bytes | Callable[[IO[bytes]], None]) -> None:
-    """Write a file so that it is whole or absent, also after a power cut."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(content) if isinstance(content, bytes) else content(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        sync_folder(path.parent)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise InputError(f"cannot write {path}: {error.strerror}") from error
-
-
 def file_digest(path: Path) -> str:
     """SHA-256 of a file. Raises InputError: it cannot be read."""
     try:
@@ -126,10 +102,10 @@ def write_run(path: Path, tables: Iterable[pa.Table], sidecar: dict[str, Any]) -
                 writer.write_table(table.replace_schema_metadata(arrow.metadata))
                 num_rows += table.num_rows
 
-    _replace(path, write_rows)
+    write_whole(path, write_rows)
     content = {**identity, **sidecar, "num_rows": num_rows, "sha256": file_digest(path)}
     text = json.dumps(content, indent=1, ensure_ascii=False, default=plain)
-    _replace(path.with_suffix(".json"), text.encode() + b"\n")
+    write_whole(path.with_suffix(".json"), text.encode() + b"\n")
     return path
 
 

@@ -18,7 +18,11 @@ def is_missing(value: Any) -> bool:
 
 
 def json_value(value: Any) -> Any:
-    """A NumPy scalar as Python's, NaN and infinities as None."""
+    """A value as JSON holds it, dicts and lists through: NumPy scalars as Python's, NaN and infinities as None."""
+    if isinstance(value, dict):
+        return {str(name): json_value(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [json_value(item) for item in value]
     value = value.item() if isinstance(value, np.generic) else value
     return None if isinstance(value, float) and not np.isfinite(value) else value
 

@@ -25,7 +25,7 @@ from labkit.paths import RUNS
 from labkit.plan import Budget, batches_left, grid, keyed_points, point_key, run_header
 from labkit.progress import progress as counter
 from labkit.progress import say
-from labkit.provenance import collect, command_line, environment, redacted, utc_now
+from labkit.provenance import collect, command_line, environment, redact, utc_now
 from labkit.results import run_folder
 from labkit.schema import columns
 
@@ -92,7 +92,7 @@ def _earlier(folder: Path, header: dict[str, Any]) -> dict[Path, set[str]]:
 
 def _record(header: dict[str, Any], key: str, point: Point, outcome: Outcome) -> dict[str, Any]:
     """The journal line of one attempt. Measured values that break the data contract make it an error."""
-    record = {"kind": "point", "point_key": key, "point": point, **redacted(outcome)}
+    record = {"kind": "point", "point_key": key, "point": point, **redact(outcome)}
     if outcome["status"] != "ok":
         return record
     try:

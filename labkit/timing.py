@@ -7,7 +7,6 @@ doubtful, in `labkit.quality`.
 import itertools
 import random
 import re
-import statistics
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -112,7 +111,6 @@ def sample_rounds(
     calls: dict[str, Callable[[], object]],
     *,
     num_rounds: int,
-    samples_per_round: int = 1,
     num_warmup: int = 2,
     device: str = "cpu",
     l2: Literal["cold", "warm"] = "cold",
@@ -125,8 +123,7 @@ def sample_rounds(
     """Time calls against one another: each round runs all of them, in a shuffled order of its own.
 
     calls : What to time, by name. Only the call is timed; prepare before.
-    num_rounds, samples_per_round, num_warmup : Rounds; consecutive samples of a call in a round; untimed runs of each
-        call before the first round.
+    num_rounds, num_warmup : Rounds, one sample of each call in each; untimed runs of each call before the first round.
     device : ``cpu`` (perf_counter) or a CUDA device (events on the current stream, which is held until the call is
         queued; launches that take the host longer than that show up in the time unless ``graph``).
     l2 : cold: the last-level cache is displaced before each sample, by reading at least twice its size. warm: it is
@@ -138,13 +135,13 @@ def sample_rounds(
         faster.
     monitor : Read once per round, on CUDA while the device works on it, outside the times; its result is ``state``.
 
-    Returns name, round, sample (index in its round), ms, displaced_bytes (0 when warm) and state, in the order of
+    Returns name, round, sample (index in its round: 0), ms, displaced_bytes (0 when warm) and state, in the order of
     running.
 
     Raises InputError: bad arguments; a graph on the CPU.
     """
-    if not calls or num_rounds < 1 or samples_per_round < 1:
-        raise InputError("sample_rounds: wanted at least one call, round and sample per round")
+    if not calls or num_rounds < 1:
+        raise InputError("sample_rounds: wanted at least one call and round")
     if l2 not in ("cold", "warm"):
         raise InputError(f"l2: wanted cold or warm, got {l2!r}")
     if graph and device == "cpu":
@@ -157,28 +154,24 @@ def sample_rounds(
         displace, displaced_bytes = _displacer(device) if l2 == "cold" else (lambda: None, 0)
         timer, hold = host_timer if device == "cpu" else event_timer, _holder(device)
         names, order, rows = list(calls), random.Random(seed), list[dict[str, Any]]()
-        medians: dict[str, list[float]] = {name: [] for name in calls}
+        times: dict[str, list[float]] = {name: [] for name in calls}
 
         def is_wide() -> bool:
-            return max(map(relative_width, medians.values())) > widest
+            return max(map(relative_width, times.values())) > widest
 
         for index in round_indices(num_rounds, max_rounds, is_wide):
             order.shuffle(names)
             pending = []
             for name in names:
-                for sample in range(samples_per_round):
-                    hold()
-                    displace()
-                    pending.append((name, sample, timer(timed[name])))
+                hold()
+                displace()
+                pending.append((name, timer(timed[name])))
             same = {"round": index, "displaced_bytes": displaced_bytes, "state": monitor() if monitor else None}
             if device != "cpu":
                 _wait_for(device)
-            own: dict[str, list[float]] = {name: [] for name in names}
-            for name, sample, read in pending:
-                own[name].append(read())
-                rows.append({"name": name, "sample": sample, "ms": own[name][-1], **same})
-            for name in names:
-                medians[name].append(statistics.median(own[name]))
+            for name, read in pending:
+                times[name].append(read())
+                rows.append({"name": name, "sample": 0, "ms": times[name][-1], **same})
     return rows
 
 
@@ -231,12 +224,10 @@ class HostClock:
         self._begin = 0
 
     def start_step(self) -> None:
-        """Begin a step."""
         self._marks = []
         self._begin = time.perf_counter_ns()
 
     def lap(self, part: str) -> None:
-        """End a part of the step."""
         self._marks.append((part, time.perf_counter_ns()))
 
     def end_step(self) -> StepTimes:
@@ -286,31 +277,3 @@ class EventClock:
         ends = itertools.pairwise(self._events)
         parts = ((part, begin.elapsed_time(end)) for part, (begin, end) in zip(self._parts, ends, strict=False))
         return _step_times(parts, step_ms, EVENT_RESOLUTION_MS)
-
-
-class FakeClock:
-    """Plays back a script, for tests of what is built on clocks.
-
-    script : One per step: ms of ``draft``, ``verify``, ``accept`` and ``gap``; an absent part takes 0 ms. Only parts
-        that the step really ended are reported. A step beyond the script raises.
-    """
-
-    def __init__(self, script: Iterable[dict[str, float]]):
-        self._script = iter(script)
-        self._parts: list[str] = []
-
-    def start_step(self) -> None:
-        """Begin a step."""
-        self._parts = []
-
-    def lap(self, part: str) -> None:
-        """End a part of the step."""
-        self._parts.append(part)
-
-    def end_step(self) -> StepTimes:
-        """The next entry of the script, as the times of this step."""
-        entry = next(self._script, None)
-        if entry is None:
-            raise RuntimeError("FakeClock: a step beyond the end of the script")
-        parts = {part: entry.get(part, 0.0) for part in self._parts}
-        return _step_times(parts.items(), sum(parts.values()) + entry.get("gap", 0.0), 0.0)

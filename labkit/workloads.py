@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit.errors import InputError
-from labkit.filler import FillerKind, filler_digest, filler_text
+from labkit.filler import FillerKind, filler_text
 from labkit.paths import REFERENCE
 
 WORKLOADS = ("code_editing", "prose", "chat", "code_writing", "json_extraction", "math", "multi_turn_agent")
@@ -21,7 +21,7 @@ Encode = Callable[[list[Message]], Sequence[int]]
 CONTEXT_TOLERANCE = 8
 SEPARATOR = "\n\n---\n\n"
 _TEXT_FIELDS = ("id", "workload", "prompt", "answer", "reference")
-_CODE_WORKLOADS = ("code_editing", "code_writing")
+CODE_WORKLOADS = ("code_editing", "code_writing")
 
 
 @dataclass(frozen=True)
@@ -59,18 +59,11 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Context:
-    """A prompt, unchanged, behind a filler that opens the first message of the user.
-
-    token_ids : ``encode(messages)``.
-    filler_digest : tells the sources of one Python version from another's; the same for all prompts, seeds and lengths.
-    """
+    """A prompt, unchanged, behind a filler that opens the first message of the user; ``encode`` of both as tokens."""
 
     prompt: Prompt
     messages: tuple[Message, ...]
     token_ids: tuple[int, ...]
-    kind: FillerKind
-    seed: int
-    filler_digest: str
 
     @property
     def digest(self) -> str:
@@ -193,22 +186,20 @@ def final_number(text: str) -> str | None:
     return found.removesuffix(".0")
 
 
-def build_context(
-    prompt: Prompt, num_tokens: int, *, encode: Encode, seed: int, kind: FillerKind | None = None
-) -> Context:
+def build_context(prompt: Prompt, num_tokens: int, *, encode: Encode, seed: int) -> Context:
     """Put a filler before a prompt so that the whole has `num_tokens` tokens, chat template included.
 
-    Never more, and at most `CONTEXT_TOLERANCE` fewer where the tokenizer cannot reach that. The filler of a shorter
+    Code stands before code workloads, text before others. Never more tokens than that, and at most
+    `CONTEXT_TOLERANCE` fewer where the tokenizer cannot reach that. The filler of a shorter
     context is a prefix of the filler of a longer one, and the prompt stands unchanged at the end of both: only the
     length differs. All prompts of a seed share one filler, so that a target's cache holds it once for all of them;
     another seed orders the passages anew.
 
     encode : messages to token ids, such as ``Tokenizer.encode_chat``.
-    kind : ``code`` for code workloads and ``text`` for the others by default.
 
-    Raises InputError: the prompt alone is longer, the filler is too short, or `kind` is unknown.
+    Raises InputError: the prompt alone is longer, or the filler is too short.
     """
-    kind = kind or ("code" if prompt.workload in _CODE_WORKLOADS else "text")
+    kind: FillerKind = "code" if prompt.workload in CODE_WORKLOADS else "text"
     filler = filler_text(kind, order=str(seed))
     num_prompt_tokens = len(encode(list(prompt.messages)))
     if num_prompt_tokens > num_tokens:
@@ -221,8 +212,7 @@ def build_context(
     token_ids = tuple(encode_cut(cut))
     if len(token_ids) < num_tokens - CONTEXT_TOLERANCE:
         raise InputError(f"num_tokens is out of reach: the {kind} filler ends at {len(token_ids)}, got {num_tokens}")
-    messages = tuple(_with_filler(prompt.messages, filler[:cut]))
-    return Context(prompt, messages, token_ids, kind, seed, filler_digest(kind))
+    return Context(prompt, tuple(_with_filler(prompt.messages, filler[:cut])), token_ids)
 
 
 def _with_filler(messages: Sequence[Message], filler: str) -> list[Message]:
@@ -283,15 +273,13 @@ def context_band(context_len: int) -> tuple[int, int]:
     return (below, middle) if context_len < middle else (middle, above)
 
 
-def repeated_ngram_share(token_ids: Sequence[Hashable], n: int = 4) -> float | None:
-    """Share (0..1) of an output's n-grams that occurred in it before: near 1 when it goes in circles.
+def repeated_ngram_share(token_ids: Sequence[Hashable]) -> float | None:
+    """Share (0..1) of an output's 4-grams that occurred in it before: near 1 when it goes in circles.
 
     Nearly every draft for such text is accepted, so its acceptance says nothing about the workload. None when the
-    output is shorter than `n` tokens. The prompt is not counted. Raises ValueError: `n` is below 1.
+    output is shorter. The prompt is not counted.
     """
-    if n < 1:
-        raise ValueError(f"n wants at least 1 token, got {n}")
-    ngrams = [tuple(token_ids[start : start + n]) for start in range(len(token_ids) - n + 1)]
+    ngrams = [tuple(token_ids[start : start + 4]) for start in range(len(token_ids) - 3)]
     return 1 - len(set(ngrams)) / len(ngrams) if ngrams else None
 
 

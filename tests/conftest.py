@@ -2,6 +2,11 @@
 
 import pytest
 import torch
+from matplotlib.axes import Axes
+
+from labkit.provenance import collect
+from labkit.sweep import RunResult, run_sweep
+from tests import sweep_points
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -18,3 +23,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
+
+
+@pytest.fixture
+def ax() -> Axes:
+    """Empty axes in the style of the figures."""
+    from labkit.plots import canvas, style
+
+    with style.context():
+        return canvas.new_figure(3.4, 2.6).add_subplot()
+
+
+@pytest.fixture(scope="module")
+def provenance() -> dict:
+    """This machine's, collected once."""
+    return collect("cpu")
+
+
+@pytest.fixture
+def go(tmp_path, provenance):
+    """A sweep in this process, into the folder of the test."""
+
+    def run(points, measure=sweep_points.measure, **options) -> RunResult:
+        chosen = {"executor": "in-process", "progress": False, "provenance": provenance, **options}
+        return run_sweep(points, measure, experiment="loop", out_dir=tmp_path, **chosen)
+
+    return run

@@ -67,7 +67,7 @@ def mutate(seeds: list[bytes], draw: random.Random) -> bytes:
 
 
 def _importer_seeds() -> list[bytes]:
-    from tests.test_engines_import import CAPTURES, DECODE, FORMS
+    from tests.engine_forms import CAPTURES, DECODE, FORMS
 
     captured = [capture(DECODE) for capture in CAPTURES.values()]
     texts = [text + "\n" for text, _ in FORMS.values()]

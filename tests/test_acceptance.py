@@ -46,8 +46,6 @@ def test_identities_hold_for_any_steps(case: tuple[int, list[tuple[int, int]]]) 
     if pairs:
         assert 1 <= counts.mean_acceptance_length <= k + 1
         assert counts.acceptance_rate_per_pos.sum() == pytest.approx(counts.mean_acceptance_length - 1)
-        assert counts.share_by_draft_length.sum() == pytest.approx(1)
-        assert counts.share_by_draft_length @ np.arange(k + 1) == pytest.approx(counts.num_drafted_tokens / len(pairs))
 
 
 @given(steps(), st.integers(0, 40))
@@ -63,18 +61,13 @@ def test_variable_draft_lengths_have_stated_denominators() -> None:
     np.testing.assert_allclose(VARIABLE.acceptance_rate_per_pos, [5 / 10, 3 / 10])
     # Position 1 was proposed in 7 steps; position 2 after a kept position 1 in 4.
     np.testing.assert_allclose(VARIABLE.conditional_acceptance_rate_per_pos, [5 / 7, 3 / 4])
-    np.testing.assert_allclose(VARIABLE.share_by_draft_length, [0.3, 0.2, 0.5])
 
 
 def test_without_steps_everything_is_undefined_not_zero() -> None:
     empty = AcceptanceCounts.from_steps([], 3)
     assert np.isnan(empty.mean_acceptance_length)
     assert np.isnan(empty.draft_acceptance_rate)
-    for values in (
-        empty.acceptance_rate_per_pos,
-        empty.conditional_acceptance_rate_per_pos,
-        empty.share_by_draft_length,
-    ):
+    for values in (empty.acceptance_rate_per_pos, empty.conditional_acceptance_rate_per_pos):
         assert np.isnan(values).all()
     undrafted = AcceptanceCounts.from_steps([(0, 0)] * 5, 3)
     assert undrafted.mean_acceptance_length == 1

@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 import time
-from argparse import Namespace
 
 import pytest
 from tokenizers import Tokenizer
@@ -15,7 +14,7 @@ from labkit.attention.registry import _BACKENDS
 from labkit.axes import parse_axes, parse_size
 from labkit.cli import main
 from labkit.errors import InputError
-from labkit.experiments.launch import _show_result, parse_duration
+from labkit.experiments.launch import _outcome, parse_duration
 from labkit.sweep import RunResult
 from tests.test_weights import write_folder
 
@@ -140,10 +139,11 @@ def test_a_model_folder_is_planned_and_a_run_without_results_is_a_finding(capsys
     assert "8 unsupported" in out
 
 
-def test_a_run_that_measured_nothing_says_so(capsys, tmp_path):
+def test_a_run_that_measured_nothing_says_so(tmp_path):
     result = RunResult("r", tmp_path / "r.parquet", {}, num_measured=0, num_left=2)
-    assert _show_result(Namespace(json=False), result) == 1
-    assert capsys.readouterr().out.strip().endswith("r.parquet: nothing measured, 2 left to resume")
+    _, text, code = _outcome(result)
+    assert code == 1
+    assert text.endswith("r.parquet: nothing measured, 2 left to resume")
 
 
 @pytest.mark.parametrize("command", [["batch", "00"], ["demo"]])

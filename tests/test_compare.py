@@ -1,70 +1,18 @@
-import copy
-import json
+"""Two runs side by side: which differences were asked for, which come with them, which refuse."""
+
 import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pytest
 
 from labkit.decide.compare import compare_files, compare_runs
-from labkit.decide.ratios import ratio_table
 from labkit.errors import InputError
 from labkit.results import build_table, write_run
 from labkit.schema import columns
+from tests.compared_runs import SIDECAR, changed, kinds, planted
 from tests.synthetic import CPU, write_runs
-from tests.worlds import TYPICAL_NOISE, CostWorld, Noise, cost_rows
-
-SIDECAR: dict[str, Any] = {
-    "schema_version": 1,
-    "run_id": "20260101T000000Z-aaaaaa",
-    "experiment": "loop",
-    "gpu": "nvidia-h200",
-    "grid": {
-        "target": ["tiny"],
-        "context_len": [512, 2048],
-        "verify_backend": ["sdpa"],
-        "launch_mode": ["eager"],
-        "kv_dtype": ["bfloat16"],
-        "max_new_tokens": [64],
-        "num_warmup": [3],
-    },
-    "seed": 0,
-    "command": "labkit run loop",
-    "code_digest": "c0de",
-    "provenance": {
-        "device": {"name": "NVIDIA H200", "slug": "nvidia-h200", "driver": "580.1", "power_limit_w": 700.0},
-        "versions": {"torch": "2.13.0", "triton": "3.6"},
-        "commit": "abc",
-        "dirty": False,
-        "env": {},
-        "time": "2026-01-01T00:00:00Z",
-    },
-    "calibration": {"read_gb_per_s": 4300.0, "timer_resolution_ms": 0.001},
-    "digests": {"backend": {"sdpa": "d1"}, "prompts": "p1"},
-    "num_rows": 100,
-    "started": "2026-01-01T00:00:00Z",
-}
-
-
-def changed(**paths: Any) -> dict[str, Any]:
-    """The sidecar of a second run, with fields set by path (``provenance__device__driver``)."""
-    other = copy.deepcopy(SIDECAR) | {"run_id": "20260102T000000Z-bbbbbb", "started": "2026-01-02T00:00:00Z"}
-    for path, value in paths.items():
-        *folders, last = path.split("__")
-        place = other
-        for folder in folders:
-            place = place[folder]
-        place[last] = value
-    return other
-
-
-def planted(step_ms: float, run_id: str, noise: Noise = TYPICAL_NOISE, seed: int = 0, **changes: Any) -> pd.DataFrame:
-    world = CostWorld(
-        lambda _, __: 10.0, lambda _, __, j: step_ms + j, run_id=run_id, noise=noise, num_rounds=16, samples_per_round=3
-    )
-    return cost_rows(world.with_(**changes), np.random.default_rng(seed))
 
 
 def store(folder: Path, run_id: str, rows: pd.DataFrame, **changes: Any) -> Path:
@@ -74,10 +22,6 @@ def store(folder: Path, run_id: str, rows: pd.DataFrame, **changes: Any) -> Path
     values = {name: rows[name].where(rows[name].notna(), None).tolist() for name in rows}
     table = build_table("loop", values)
     return write_run(folder / f"{run_id}.parquet", [table], changed(**changes) | {"run_id": run_id})
-
-
-def kinds(comparison: Any) -> dict[str, str]:
-    return {difference.field: difference.kind for difference in comparison.differences}
 
 
 def test_two_runs_of_the_same_thing_differ_only_incidentally() -> None:
@@ -163,35 +107,6 @@ def test_names_that_are_no_field_or_do_not_vary_are_said() -> None:
         compare_runs(SIDECAR, changed(), rows_a=planted(12.0, "a"))
 
 
-def test_the_planted_ratio_of_two_runs_is_unpaired_and_says_so() -> None:
-    other = changed(grid__verify_backend=["per_token"])
-    rows_a = planted(12.0, SIDECAR["run_id"])
-    rows_b = planted(18.0, other["run_id"], seed=1, verify_backends=("per_token",))
-    found = compare_runs(SIDECAR, other, rows_a=rows_a, rows_b=rows_b, varying="verify_backend")
-    assert found.comparable
-    ratios = found.ratios.set_index(["arm", "num_drafted_tokens"])
-    row = ratios.loc[("speculative", 0)]
-    assert row["ratio"] == pytest.approx(1.5, rel=0.05)
-    assert row["ratio_low"] < 1.5 < row["ratio_high"]
-    assert not row["paired"]
-    assert ratios.loc[("plain", 0), "ratio"] == pytest.approx(1.0, rel=0.05)
-    text = found.to_text()
-    assert "asked for" in text
-    assert "unpaired" in text
-    assert json.loads(json.dumps(found.to_dict()))["comparable"] is True
-
-
-def test_two_arms_of_one_run_are_paired_and_drift_cancels() -> None:
-    rows = planted(12.0, "a", Noise(drift=0.3))
-    speculative = rows[rows["arm"] == "speculative"]
-    slower = speculative.assign(step_ms=speculative["step_ms"] * 1.25, verify_backend="per_token")
-    found = compare_runs(SIDECAR, SIDECAR, rows_a=speculative, rows_b=slower, varying="verify_backend")
-    assert kinds(found) == {"rows.verify_backend": "asked_for"}
-    assert found.ratios["paired"].all()
-    for name in ("ratio", "ratio_low", "ratio_high"):
-        assert found.ratios[name].to_numpy() == pytest.approx(1.25)
-
-
 @pytest.mark.parametrize(("size", "kind"), [(512, "unexplained"), (128, "incidental")])
 def test_matrix_rates_of_different_sizes_are_not_compared(size: int, kind: str) -> None:
     sides = [
@@ -226,16 +141,6 @@ def test_a_varied_field_needs_one_value_per_side() -> None:
         compare_runs(other, changed(), rows_a=rows_a, rows_b=rows_b, varying="verify_backend")
 
 
-def test_one_round_gives_a_ratio_without_bounds_and_no_common_cell_is_refused() -> None:
-    table = ratio_table(planted(12.0, "a", num_rounds=1), planted(12.0, "b", num_rounds=1))
-    assert table["ratio"].notna().all()
-    assert table["ratio_low"].isna().all()
-    with pytest.raises(InputError, match="no cell in common"):
-        ratio_table(planted(12.0, "a"), planted(12.0, "b", context_lens=(77,)))
-    with pytest.raises(InputError, match="must both have one of"):
-        ratio_table(planted(12.0, "a"), planted(12.0, "b").drop(columns="step_ms"))
-
-
 def test_stored_runs_are_compared_by_path(tmp_path: Path) -> None:
     a = store(tmp_path / "a", "20260101T000000Z-aaaaaa", planted(12.0, "a"))
     rows_b = planted(18.0, "b", seed=1, verify_backends=("per_token",))
@@ -248,24 +153,12 @@ def test_stored_runs_are_compared_by_path(tmp_path: Path) -> None:
         compare_files(a, tmp_path)
 
 
-@pytest.mark.parametrize(("noise", "least"), [(Noise(sample=0.03, spikes=0.05), 0.9), (Noise(drift=0.02), 0.0)])
-def test_unpaired_ratios_cover_unless_the_clock_drifts(noise: Noise, least: float) -> None:
-    contexts = tuple(range(150))
-    tables = [planted(12.0, run, noise, seed, context_lens=contexts) for seed, run in enumerate("ab")]
-    table = ratio_table(*[rows[rows["num_drafted_tokens"] == 3] for rows in tables], resamples=500)
-    covered = ((table["ratio_low"] <= 1) & (table["ratio_high"] >= 1)).mean()
-    assert least <= covered <= (1.0 if least else 0.7)
-
-
 def test_what_follows_from_an_axis_needs_no_allowance() -> None:
     group, other = {"grid__group": ["512/16"]}, {"grid__group": ["512/32"]}
     a, b = changed(grid__page_size=[16], **group), changed(grid__page_size=[32], **other)
     found = compare_runs(a, b, varying="page_size")
     assert found.comparable
     assert kinds(found)["grid.group"] == "incidental"
-
-
-# ---- what an engine changes by itself, and launches -----------------------------------------------------------------
 
 
 def engine_sidecar(engine: str, version: str, **arguments: Any) -> dict[str, Any]:
@@ -347,36 +240,6 @@ def test_confounders_in_the_rows_refuse(column: str, value: Any) -> None:
     assert [item.field for item in found.unexplained] == [f"rows.{column}"]
 
 
-def launches(step_ms: float, names: str, spread: float, seed: int) -> pd.DataFrame:
-    rng = np.random.default_rng(seed)
-    times = step_ms * np.exp(rng.normal(0, spread, len(names)))
-    return pd.concat(
-        [planted(ms, name, Noise(sample=0.01), seed + i) for i, (ms, name) in enumerate(zip(times, names, strict=True))]
-    )
-
-
-def test_one_launch_never_decides_between_launches_and_several_do() -> None:
-    one = ratio_table(planted(12.0, "a"), planted(18.0, "b", seed=1))
-    assert set(one["claim"]) == {"within one launch"}
-    assert set(one["verdict"]) == {"undecided"}
-    several = ratio_table(launches(12.0, "abcd", 0.03, 1), launches(18.0, "efgh", 0.03, 2))
-    drafting = several[several["arm"] == "speculative"]
-    assert set(drafting["claim"]) == {"across launches"}
-    assert (drafting[["num_launches_a", "num_launches_b"]] == 4).all(axis=None)
-    assert set(drafting["verdict"]) == {"slower"}
-    # The same gain is not decided when launches differ by as much.
-    wide = ratio_table(launches(12.0, "abcd", 0.3, 1), launches(14.0, "efgh", 0.3, 2))
-    assert set(wide["verdict"]) == {"undecided"}
-
-
-def test_arms_of_one_launch_are_decided_within_it() -> None:
-    rows = planted(12.0, "a", Noise(drift=0.3))
-    speculative = rows[rows["arm"] == "speculative"]
-    found = ratio_table(speculative, speculative.assign(step_ms=speculative["step_ms"] * 0.8))
-    assert set(found["claim"]) == {"within one launch"}
-    assert set(found["verdict"]) == {"faster"}
-
-
 def test_what_follows_from_chance_takes_one_line_and_lists_show_what_only_one_side_has() -> None:
     other = changed(grid__prompt_id=["p1", "p3"], started="later")
     text = compare_runs(changed(grid__prompt_id=["p1", "p2"]), other).to_text()
@@ -384,15 +247,6 @@ def test_what_follows_from_chance_takes_one_line_and_lists_show_what_only_one_si
     (line,) = [line for line in text.splitlines() if line.startswith("incidental")]
     assert re.match(r"incidental   \d+ more, of .*started.* \(--json lists them\)", line)
     assert "not comparable: 1 unexplained differences forbid a ratio" in text
-
-
-def test_generations_are_compared_by_draft_length_and_not_by_each_token_of_context() -> None:
-    rows = planted(12.0, "a").query("arm == 'plain' or num_drafted_tokens == 4")
-    rows = rows.assign(step_index=rows["sample"], context_len=1000.0 + rows["sample"])
-    slower = rows.assign(run_id="b", step_ms=rows["step_ms"] * 1.25)
-    table = ratio_table(rows, slower)
-    assert "context_len" not in table
-    assert table["ratio"].to_numpy() == pytest.approx(1.25)
 
 
 def test_runs_of_two_experiments_are_refused_in_one_line(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from labkit.engines.importing import Reader, import_files
-from tests.test_engines_import import BENCH, COMPANION, CONSOLE, DECODE, FORMS, HISTOGRAM, LATER, SERVE, V1, records_of
+from tests.engine_forms import BENCH, COMPANION, CONSOLE, DECODE, FORMS, HISTOGRAM, LATER, SERVE, V1, records_of
 
 META = {"spec_verify_ct": 200, "spec_num_correct_drafts": 360, "spec_num_proposed_drafts": 600}
 PREFILL = "[2026-06-03 10:00:01] Prefill batch, #new-seq: 1, #new-token: 64, #cached-token: {}, token usage: 0.02, "

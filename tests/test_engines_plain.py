@@ -9,7 +9,7 @@ import pytest
 from labkit.cli import main
 from labkit.engines.importing import Reader
 from labkit.engines.report import render
-from tests.test_engines_diagnose import diagnosed, log
+from tests.engine_logs import diagnosed, log
 
 DRAFTS = ", 'speculative_config': {'method': 'eagle3', 'model': 'org/eagle', 'num_speculative_tokens': 3}"
 CACHE_TOKENS, K, LENGTH = 400_000, 3, 2.5

@@ -13,9 +13,9 @@ CASES = list(REPORTS.values())
 
 # Of the 55 rows of reports those without a figure that a source printed: (row, why).
 WITHOUT_FIGURES = {
-    3: "a definition: the bonus came into vLLM's length; the forms of 0.8 and 0.9 are in test_engines_import",
+    3: "a definition: the bonus came into vLLM's length; the forms of 0.8 and 0.9 are in engine_forms",
     23: "the figures are not in the stored part of the thread",
-    25: "a definition: trtllm-bench's length; its form is in test_engines_import",
+    25: "a definition: trtllm-bench's length; its form is in engine_forms",
     45: "a percentage, and the window of a client's own formula",
     49: "no figure: public models gain, a private one loses",
     73: "the figures are not in the stored part of the thread",

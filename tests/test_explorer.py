@@ -200,7 +200,7 @@ def test_saved_notebook_shows_a_picture(widget):
 
 
 def test_column_width_is_not_clipped(explorer, choice, tmp_path):
-    from tests.test_plots import assert_well_placed
+    from tests.drawn import assert_well_placed
 
     figure = explorer.figure(choice, width_in=3.4)
     assert_well_placed(figure)

@@ -26,7 +26,7 @@ def runs(tmp_path_factory):
 
 
 def draw():
-    return figure_attention(attention_rows(CPU), title="Attention <&> time")
+    return figure_attention(attention_rows(CPU), labels={"sdpa": "SDPA <&>"})
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_pdf_has_truetype_fonts_only(saved):
 def test_svg_text_is_text(saved):
     svg = saved.sidecar.with_suffix(".svg").read_text()
     assert "<text" in svg
-    for words in ("context length (tokens)", "per_token", "Attention &lt;&amp;&gt; time", "us per 1K"):
+    for words in ("context length (tokens)", "per_token", "SDPA &lt;&amp;&gt;", "us per 1K"):
         assert words in svg
     assert "<dc:date>" not in svg
 

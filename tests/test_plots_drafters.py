@@ -9,8 +9,8 @@ import pytest
 from labkit.acceptance import doubtful_drafters
 from labkit.errors import InputError
 from labkit.plots.drafters import drafter_label, figure_drafters, figure_pareto, pareto_table
+from tests.drawn import end_texts
 from tests.synthetic import CPU, acceptance_rows, loop_rows
-from tests.test_plots import end_texts
 
 HEAD = "smollm2-135m-autoregressive@12345678"
 WORLDS = [
@@ -43,7 +43,7 @@ def test_what_cannot_stand_in_one_figure(rows):
     with pytest.raises(InputError, match="want one target"):
         figure_drafters(pd.concat([rows[0], rows[0].assign(target="other")]))
     with pytest.raises(InputError, match="want one that all drafters have"):
-        figure_drafters(rows[0], num_speculative_tokens=7)
+        figure_drafters(rows[0][rows[0]["drafter"].eq("ngram") == rows[0]["num_speculative_tokens"].eq(4)])
     with pytest.raises(InputError, match="want a drafter and k that both hold"):
         pareto_table(rows[0].assign(drafter="x"), rows[1])
 

@@ -72,8 +72,6 @@ def test_bars_of_the_cause_add_up_to_the_printed_length(surface: Surface) -> Non
     printed = [float(text.get_text()) for text in ax.texts]
     assert list(by_row.values()) == pytest.approx(printed, abs=0.03)
     assert set(surface.waterfall["part"]) <= set(COLORS)
-    with pytest.raises(InputError, match="batch size 3 was not measured"):
-        figure_cause(surface.waterfall, surface.result, batch_size=3)
 
 
 def test_the_speedup_over_k_starts_at_one_and_carries_the_formulas(

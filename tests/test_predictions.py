@@ -7,10 +7,10 @@ from labkit.decide.answers import attention_answer
 from labkit.decide.predictions import PREDICTIONS, predictions, published_growth
 from labkit.errors import InputError
 from labkit.plots.floor import LADDER, figure_ladder, figure_over_floor, ladder_table
+from tests.drawn import SIDECARS as WORLD_SIDECARS
+from tests.drawn import all_texts, assert_well_placed
 from tests.synthetic import CPU, GPU, attention_rows
 from tests.test_diagnosis import RUN, SIDECARS, kernel, per_token, rows_of, split, unsplit
-from tests.test_plots import SIDECARS as WORLD_SIDECARS
-from tests.test_plots import all_texts, assert_well_placed
 
 OTHER = RUN.replace("aaaaaa", "bbbbbb")
 STATE = {"page_order": "permuted", "launch_mode": "graph", "l2_state": "cold"}

@@ -84,7 +84,10 @@ def test_imposed_length_needs_no_acceptance(folder, tmp_path):
         (["breakeven", "--out", "a.pdf", "--label", "sdpa=X", "per_token=X"], "--label: 'X' would name several things"),
         (["attention", "--out", "a.pdf", "--acceptance-length", "3"], "--acceptance-length: wanted with breakeven"),
         (["attention", "--out", "a.pdf", "--where", "batch_size=1,4"], "batch_size=1,4: one figure holds one"),
-        (["breakeven", "--out", "/dev/null/a.pdf"], "--out /dev/null/a.pdf: no folder /dev/null can be made"),
+        (
+            ["breakeven", "--out", "/dev/null/a.pdf"],
+            "--out /dev/null/a.pdf: wanted a folder to write to, got /dev/null",
+        ),
     ],
 )
 def test_bad_input_is_one_line(folder, tmp_path, monkeypatch, capsys, arguments, message):

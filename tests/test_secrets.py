@@ -12,7 +12,7 @@ import pytest
 
 from labkit.cli import main
 from labkit.errors import InputError
-from labkit.provenance import collect, redact, redacted
+from labkit.provenance import collect, redact
 from labkit.publish.notebook_run import run_notebook
 from labkit.sweep import run_sweep
 from tests import sweep_points
@@ -71,8 +71,8 @@ def test_a_text_is_redacted_once_and_for_all():
     assert leaks(clean) == []
     assert redact(clean) == clean
     value = {"a": [EVERYTHING, 1, None, {"b": EVERYTHING}], EVERYTHING: 2, "image/png": "hf_PLANTEDpicture00000"}
-    assert leaks(json.dumps(redacted(value) | {"image/png": ""})) == []
-    assert redacted(value)["image/png"] == value["image/png"]
+    assert leaks(json.dumps(redact(value) | {"image/png": ""})) == []
+    assert redact(value)["image/png"] == value["image/png"]
 
 
 def leaky(point: dict) -> list[dict]:

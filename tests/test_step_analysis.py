@@ -17,9 +17,9 @@ from labkit.plots.panels import breakeven_floor
 from labkit.plots.step import RESIDUAL, figure_step_parts, step_parts
 from labkit.steps.answers import PUBLISHED_LENGTHS, one_target, step_answer, story_table
 from labkit.steps.table import closure_table, forward_table, throughput_table
+from tests.drawn import all_texts, assert_well_placed
 from tests.step_worlds import Physics, StepWorld, step_rows
 from tests.synthetic import GPU, write_run_of
-from tests.test_plots import all_texts, assert_well_placed
 
 EXACT = StepWorld(backends=("triton_split", "triton_nosplit"), num_rounds=4)
 ENGINES = StepWorld(

@@ -1,47 +1,22 @@
-"""Sweeps: order, statuses, faults, resume, budget, locks."""
+"""Sweeps: points, rows, workers that crash or hang, resuming, budgets."""
 
 import json
-import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 
-from labkit import journal, sweep
+from labkit import sweep
 from labkit.check import check_run
 from labkit.errors import InputError
 from labkit.experiments.launch import _remarks
 from labkit.progress import progress
-from labkit.provenance import collect
 from labkit.results import load_runs, read_sidecar
-from labkit.sweep import RunResult, grid, point_key, run_sweep
+from labkit.sweep import grid, point_key
 from tests import sweep_points
-
-
-@pytest.fixture(scope="module")
-def provenance() -> dict:
-    return collect("cpu")
-
-
-@pytest.fixture
-def go(tmp_path, provenance):
-    def run(points, measure=sweep_points.measure, **options) -> RunResult:
-        chosen = {"executor": "in-process", "progress": False, "provenance": provenance, **options}
-        return run_sweep(points, measure, experiment="loop", out_dir=tmp_path, **chosen)
-
-    return run
-
-
-def contexts(*lens: int, **more) -> list[dict]:
-    return grid(context_len=list(lens), batch_size=1, **more)
-
-
-def statuses(result: RunResult) -> dict:
-    rows = load_runs("loop", result.path)
-    return dict(zip(rows.fault if "fault" in rows else rows.point_key, rows.status, strict=True))
+from tests.swept import contexts
 
 
 def test_grid_order_and_single_values():
@@ -256,12 +231,6 @@ def test_a_refused_point_is_a_row_in_any_order(go, faults):
     assert "model: no such folder" in load_runs("loop", result.path)["reason"].tolist()
 
 
-def test_local_values_reach_the_measure_and_no_file(go, tmp_path):
-    result = go(contexts(0), sweep_points.measure_local, local={"model_dir": "/secret/place"})
-    assert result.counts == {"ok": 1}
-    assert all(b"secret/place" not in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
-
-
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
@@ -280,65 +249,6 @@ def test_bad_arguments(go, options, problem):
     options = {"points": contexts(0), "measure": sweep_points.measure, **options}
     with pytest.raises(InputError, match=problem):
         go(options.pop("points"), options.pop("measure"), **options)
-
-
-def test_unknown_experiment_and_unwritable_folder(tmp_path):
-    with pytest.raises(InputError, match="experiment: wanted one of attention"):
-        run_sweep(contexts(0), sweep_points.measure, experiment="latency", out_dir=tmp_path)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="cannot write"):
-        run_sweep(
-            contexts(0), sweep_points.measure, experiment="loop", out_dir=tmp_path / "file", executor="in-process"
-        )
-
-
-def test_second_sweep_on_a_run_is_refused(go):
-    points = contexts(0, 1)
-    first = go(points, budget_s=0)
-    with (
-        journal.open_journal(first.path.with_suffix(".jsonl")),
-        pytest.raises(InputError, match="another sweep writes this run"),
-    ):
-        go(points)
-    assert go(points).counts == {"ok": 2}
-
-
-def test_torn_line_is_cut_and_corrupt_line_is_named(go):
-    points = contexts(0, 1, 2)
-    path = go(points).path
-    lines = path.with_suffix(".jsonl").read_bytes().splitlines(keepends=True)
-    path.with_suffix(".jsonl").write_bytes(b"".join(lines[:-1]) + lines[-1][:-10])
-    assert go(points).num_measured == 1
-    assert len(load_runs("loop", path)) == 9
-    path.with_suffix(".jsonl").write_bytes(b"".join([*lines[:2], b'{"kind": "poi\n', *lines[2:]]))
-    with pytest.raises(InputError, match=r"jsonl, line 3: wanted a JSON line"):
-        go(points)
-
-
-def test_missing_or_damaged_files_are_made_again_from_the_journal(go):
-    path = go(contexts(0)).path
-    for damage in (path.unlink, path.with_suffix(".json").unlink, lambda: path.write_bytes(b"PAR1")):
-        damage()
-        assert go(contexts(0)).num_measured == 0
-        assert check_run(path) == []
-
-
-def test_full_disk_keeps_the_journal_whole(go, monkeypatch):
-    points, write, num_writes = contexts(*range(5)), os.write, []
-
-    def full(handle, content):
-        num_writes.append(1)
-        if len(num_writes) == 5:
-            return write(handle, content[:20])  # a short write, then nothing more fits
-        if len(num_writes) > 5:
-            raise OSError(28, "No space left on device")
-        return write(handle, content)
-
-    monkeypatch.setattr(journal.os, "write", full)
-    with pytest.raises(InputError, match=r"No space left on device; the 2 stored points are kept"):
-        go(points)
-    monkeypatch.undo()
-    assert go(points).num_measured == 3
 
 
 def test_calibration_is_stored_and_its_noise_floor_reaches_the_measure(go, monkeypatch):
@@ -372,30 +282,3 @@ def test_progress_of_a_sweep_ends_with_all_points(go, capsys):
 def test_sweep_needs_no_torch():
     code = "import labkit.sweep, sys; sys.exit(any(m.split('.')[0] in ('torch', 'triton') for m in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent).returncode == 0
-
-
-def test_parquet_names_its_schema(go):
-    metadata = pq.read_schema(go(contexts(0)).path).metadata
-    assert json.loads(metadata[b"labkit"])["schema_version"] == 1
-
-
-def test_a_folder_in_the_place_of_the_rows_is_named(go, tmp_path):
-    path = go(contexts(0)).path
-    path.unlink()
-    path.mkdir()
-    with pytest.raises(InputError, match=r"parquet"):
-        go(contexts(0))
-
-
-@pytest.mark.parametrize("line", ["{", '{"kind": "point"}', '{"kind": "other"}'])
-def test_a_corrupt_journal_is_found_and_the_way_out_is_said(go, tmp_path, line):
-    path = go(contexts(0)).path
-    assert check_run(tmp_path) == []
-    with path.with_suffix(".jsonl").open("a") as file:
-        file.write(line + "\n")
-    for place in (tmp_path, path):
-        (finding,) = check_run(place)
-        assert finding.field == "journal"
-    with pytest.raises(InputError, match="--no-resume"):
-        go(contexts(0))
-    assert go(contexts(0), resume=False).counts == {"ok": 1}

@@ -106,7 +106,9 @@ def register_backend(name: str, prepare_fn: Prepare, *, supports: Supports, sour
     and none was given.
     """
     known = _BACKENDS.get(name)
-    if isinstance(known, str) or (known is not None and _module_of(known.prepare).startswith("labkit.attention.")):
+    function = known.prepare if isinstance(known, Backend) else None
+    module = str(getattr(getattr(function, "func", function), "__module__", ""))
+    if isinstance(known, str) or module.startswith("labkit.attention."):
         raise InputError(f"name must not be that of a built-in backend, got {name!r}")
     if source is None:
         try:
@@ -114,10 +116,6 @@ def register_backend(name: str, prepare_fn: Prepare, *, supports: Supports, sour
         except (OSError, TypeError) as error:
             raise ValueError(f"source must be given when prepare_fn's own cannot be read ({error})") from error
     _BACKENDS[name] = Backend(name, supports, prepare_fn, (source,))
-
-
-def _module_of(function: Callable[..., Any]) -> str:
-    return str(getattr(function, "func", function).__module__)
 
 
 def load_backend_file(path: str | Path) -> list[str]:

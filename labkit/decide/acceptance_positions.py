@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 
 from labkit.acceptance import counts_from_frame, prompt_histograms
-from labkit.decide.intervals import generator, percentile_interval, resampled_weights, student_spread
+from labkit.decide.intervals import RESAMPLES, generator, percentile_interval, resampled_weights, student_spread
 from labkit.errors import InputError
 from labkit.rows import ok_rows
 
@@ -18,9 +18,6 @@ def position_table(
     by: Sequence[str] = ("workload", "num_speculative_tokens"),
     *,
     definition: str = "unconditional",
-    confidence: float = 0.95,
-    resamples: int = 2000,
-    seed: int = 0,
 ) -> pd.DataFrame:
     """One row per group and draft position: ``by``, position (1..k), rate, rate_low, rate_high, num_prompts.
 
@@ -38,9 +35,9 @@ def position_table(
         counts, histograms = counts_from_frame(group), prompt_histograms(group)
         conditional = definition == "conditional"
         rates = counts.conditional_acceptance_rate_per_pos if conditional else counts.acceptance_rate_per_pos
-        rng = generator(seed, "positions", *key)
-        weights = resampled_weights(len(histograms), resamples, rng)
-        spread = student_spread(len(histograms), resamples, rng)
+        rng = generator(0, "positions", *key)
+        weights = resampled_weights(len(histograms), RESAMPLES, rng)
+        spread = student_spread(len(histograms), RESAMPLES, rng)
         for position, rate in enumerate(rates, start=1):
             # Per prompt: steps that kept this draft, and the steps that count for it.
             kept = histograms[:, position:, position:].sum(axis=(1, 2))
@@ -48,7 +45,7 @@ def position_table(
             possible = counted.sum(axis=(1, 2))
             with np.errstate(invalid="ignore", divide="ignore"):
                 draws = spread * ((weights @ kept) / (weights @ possible) - rate)
-            low, high = np.clip(rate + np.array(percentile_interval(draws, confidence)), 0, 1)
+            low, high = np.clip(rate + np.array(percentile_interval(draws)), 0, 1)
             values = {"position": position, "rate": rate, "rate_low": low, "rate_high": high}
             values["num_prompts"] = len(histograms)
             records.append(dict(zip(by, key, strict=True)) | values)

@@ -6,7 +6,8 @@ import numpy as np
 import pandas as pd
 
 from labkit.acceptance import row_counts
-from labkit.decide.intervals import generator, percentile_interval, resampled_weights, student_spread
+from labkit.decide.acceptance_join import join
+from labkit.decide.intervals import RESAMPLES, generator, percentile_interval, resampled_weights, student_spread
 from labkit.decide.step_costs import StepCosts, baseline_ms, finite_median
 from labkit.errors import InputError
 from labkit.rows import ok_rows
@@ -49,9 +50,7 @@ def _cut(rows: pd.DataFrame, k: int) -> pd.DataFrame:
     return pd.DataFrame(records)
 
 
-def cut_bias(
-    acceptance: pd.DataFrame, *, confidence: float = 0.95, resamples: int = 2000, seed: int = 0
-) -> pd.DataFrame:
+def cut_bias(acceptance: pd.DataFrame) -> pd.DataFrame:
     """What `cut_acceptance` gets wrong: its length over the measured one, at every k measured beside a larger one.
 
     The same prompts stand on both sides and are resampled together. Returns target, drafter, workload, context_len_low,
@@ -68,15 +67,15 @@ def cut_bias(
             both = own.join(other.add_suffix("_cut"), how="inner").to_numpy(float)
             if not len(both):
                 continue
-            rng = generator(seed, "cut", *key, k, above)
-            weights = resampled_weights(len(both), resamples, rng)
+            rng = generator(0, "cut", *key, k, above)
+            weights = resampled_weights(len(both), RESAMPLES, rng)
             tokens, steps, cut_tokens, cut_steps = both.sum(axis=0)
             log = np.log((cut_tokens / cut_steps) / (tokens / steps))
             draws = np.log(
                 (weights @ both[:, 2]) / (weights @ both[:, 3]) / ((weights @ both[:, 0]) / (weights @ both[:, 1]))
             )
-            spread = student_spread(len(both), resamples, rng)
-            low, high = np.exp(log + np.array(percentile_interval(spread * (draws - log), confidence)))
+            spread = student_spread(len(both), RESAMPLES, rng)
+            low, high = np.exp(log + np.array(percentile_interval(spread * (draws - log))))
             records.append(
                 dict(zip(names, key, strict=True))
                 | {"num_speculative_tokens": k, "cut_from": above, "measured": tokens / steps}
@@ -173,7 +172,7 @@ def regret(cells: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(records)
 
 
-def scheduled_verify(costs: Sequence[StepCosts], acceptance: pd.DataFrame, baseline: str = "fastest") -> pd.DataFrame:
+def scheduled_verify(costs: Sequence[StepCosts], acceptance: pd.DataFrame) -> pd.DataFrame:
     """Static verify of all k drafts against the most that a confidence schedule could gain.
 
     The schedule at its best verifies exactly the drafts that will be kept: all k are still drafted, verify then costs
@@ -183,11 +182,9 @@ def scheduled_verify(costs: Sequence[StepCosts], acceptance: pd.DataFrame, basel
     Returns context_len, batch_size, verify_backend, num_speculative_tokens, workload, static_speedup,
     scheduled_speedup, gain (their ratio); one row per cost cell and workload that joins.
     """
-    from labkit.decide.acceptance_join import join
-
     records = []
     for cost, (sources, _) in zip(costs, join(list(costs), acceptance), strict=True):
-        decode_ms = baseline_ms(cost, baseline)[1]
+        decode_ms = baseline_ms(cost, "fastest")[1]
         ratios = np.array([finite_median(column) for column in (cost.step_ms / decode_ms[:, None]).T])
         draft = finite_median(cost.parts_ms.get("draft_ms", np.zeros(len(decode_ms))) / decode_ms)
         for source in sources:

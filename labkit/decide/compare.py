@@ -118,17 +118,14 @@ def _sides(a: Any, b: Any) -> str:
 
 def _ratio_lines(ratios: pd.DataFrame) -> list[str]:
     """The ratios as a table; what is the same in all its rows stands above it."""
-    same = {name: ratios[name].iloc[0] for name in (*MATCHED, "claim") if name in ratios and _one(ratios[name])}
+    known = [name for name in (*MATCHED, "claim") if name in ratios]
+    same = {name: ratios[name].iloc[0] for name in known if ratios[name].nunique(dropna=False) == 1}
     table = ratios.drop(columns=[*same, "column", "ratio_low", "ratio_high", "paired"])
     bounds = ratios[["ratio", "ratio_low", "ratio_high"]].itertuples(index=False)
     table["ratio"] = [f"{ratio:.3f} [{low:.3f}, {high:.3f}]" for ratio, low, high in bounds]
     told = ", ".join(f"{name} {value}" for name, value in same.items() if not pd.isna(value))
     text = table.to_string(index=False, na_rep="", float_format=lambda value: f"{value:.4g}")
     return [f"B over A of {ratios['column'].iloc[0]}, 95 % intervals ({told})", text]
-
-
-def _one(values: pd.Series) -> bool:
-    return values.nunique(dropna=False) == 1
 
 
 def _short(value: Any) -> str:
@@ -143,9 +140,6 @@ def compare_runs(
     rows_b: pd.DataFrame | None = None,
     varying: str | None = None,
     allow: Sequence[str] = (),
-    confidence: float = 0.95,
-    resamples: int = 2000,
-    seed: int = 0,
 ) -> Comparison:
     """List and sort every difference between two runs; give the ratio B over A when none is unexplained.
 
@@ -183,8 +177,7 @@ def compare_runs(
     if rows_a is None or rows_b is None or not comparison.comparable or time_column(rows_a, rows_b) is None:
         return comparison
     ignoring = [name for name in MATCHED if any(covers(given, f"rows.{name}") for given in named)]
-    options: dict[str, Any] = {"confidence": confidence, "resamples": resamples, "seed": seed}
-    return Comparison(differences, (), ratio_table(rows_a, rows_b, ignoring=ignoring, **options))
+    return Comparison(differences, (), ratio_table(rows_a, rows_b, ignoring=ignoring))
 
 
 def compare_files(path_a: Path, path_b: Path, **options: Any) -> Comparison:

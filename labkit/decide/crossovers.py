@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from labkit.decide.intervals import CONFIDENCE
 from labkit.rows import group_numbers, plain_record
 
 
@@ -21,11 +22,7 @@ def _crossings(position: np.ndarray, log_speedup: np.ndarray, falling: bool) -> 
 
 
 def crossovers(
-    context_lens: np.ndarray,
-    log_speedup: np.ndarray,
-    draws: np.ndarray,
-    confidence: float,
-    decided: np.ndarray | None = None,
+    context_lens: np.ndarray, log_speedup: np.ndarray, draws: np.ndarray, decided: np.ndarray | None = None
 ) -> list[dict[str, float | str | bool | None]]:
     """Crossings of one curve, left to right; none, one or several.
 
@@ -63,8 +60,8 @@ def crossovers(
             pays, loses = (left, right) if falling else (right, left)
             crossing: dict[str, float | str | bool | None] = {
                 "context_len": float(2 ** estimates[index]),
-                "low": _bound(nearest, (1 - confidence) / 2, "lower"),
-                "high": _bound(nearest, (1 + confidence) / 2, "higher"),
+                "low": _bound(nearest, (1 - CONFIDENCE) / 2, "lower"),
+                "high": _bound(nearest, (1 + CONFIDENCE) / 2, "higher"),
                 "direction": "pays below" if falling else "pays above",
                 "decided": pays is not None and loses is not None,
                 "pays_at": None if pays is None else float(context_lens[pays]),
@@ -92,7 +89,7 @@ def _bound(positions: np.ndarray, share: float, method: str) -> float | None:
 
 
 def curve_crossings(
-    cells: pd.DataFrame, draws: list[np.ndarray], confidence: float, axis: str, curve_columns: Sequence[str]
+    cells: pd.DataFrame, draws: list[np.ndarray], axis: str, curve_columns: Sequence[str]
 ) -> list[dict[str, Any]]:
     """Crossings of each curve along one axis, context_len or batch_size; none for a curve of a single batch size.
 
@@ -121,7 +118,7 @@ def curve_crossings(
             columns = np.searchsorted(places, position[own])
             log_speedup, log_draws = np.full(len(places), np.nan), np.full((len(draws[0]), len(places)), np.nan)
             log_speedup[columns], log_draws[:, columns] = logs[own], np.stack([draws[row] for row in own], axis=1)
-            found = crossovers(places, log_speedup, log_draws, confidence, np.isin(places, position[own[decided[own]]]))
+            found = crossovers(places, log_speedup, log_draws, np.isin(places, position[own[decided[own]]]))
             along = [{axis: item.pop("context_len")} | item for item in found]
             curves.append(plain_record(cells.iloc[own[0]][names].to_dict()) | {"crossovers": along})
     return curves

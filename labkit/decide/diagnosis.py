@@ -53,10 +53,7 @@ def slope_table(df: pd.DataFrame, sidecars: Mapping[str, Mapping[str, Any]] | No
     ``df`` holds attention rows, one per sample, of any number of settings; the calibration in ``sidecars`` (run_id ->
     sidecar) has the read bandwidth and the number of SMs.
 
-    Returns
-    -------
-    DataFrame
-        The columns of `FIXED` that ``df`` has, run_id, backend, backend_digest, q_len, num_contexts, first_context,
+    Returns the columns of `FIXED` that ``df`` has, run_id, backend, backend_digest, q_len, num_contexts, first_context,
         last_context (tokens), slope_us_per_1k (least squares, after the last jump), slope_over_floor, fixed_us (time
         at context 0 by that line), fixed_share (of the time at the longest context), tile_us (serial time of one
         program per 64-key tile; NaN unless there is one split and the programs run at once), jump_at (context of the
@@ -105,15 +102,10 @@ def _jumps(short: pd.Series, long: pd.Series) -> bool:
 def diagnose(df: pd.DataFrame, sidecars: Mapping[str, Mapping[str, Any]] | None = None) -> pd.DataFrame:
     """One row per setting, run, backend and version: its slopes, its structure, and a diagnosis.
 
-    Parameters and errors as `slope_table`.
-
-    Returns
-    -------
-    DataFrame
-        The columns of `FIXED` that ``df`` has, run_id, backend, backend_digest, q_len (of verify: the largest),
+    Returns the columns of `FIXED` that ``df`` has, run_id, backend, backend_digest, q_len (of verify: the largest),
         decode_slope_over_floor (q_len 1), verify_slope_over_floor, verify_decode_slope_ratio, fixed_us, tile_us,
         num_programs, num_sms, num_splits, kv_passes (of verify), kernel, diagnosis, sure (measured, likely) and
-        because. Within one run_id only: no ratio crosses runs.
+        because. Within one run_id only: no ratio crosses runs. Raises as `slope_table`.
     """
     slopes = slope_table(df, sidecars)
     keys = _series(slopes)

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from labkit.decide.ratios import MATCHED
-from labkit.engines.roles import version_key
+from labkit.engines.roles import holds_for
 from labkit.engines.tables import read_table
 from labkit.quality import SPREAD, kinds
 
@@ -98,9 +98,7 @@ class Sorter:
         swapped = any(_empty(pair[1]) and not _empty(pair[0]) for pair in sides)
         plain, speculative = (b, a) if swapped else (a, b)
         for row in read_table("engine_implied_changes.csv"):
-            version = version_key(self.version)
-            low, high = version_key(row["version_from"]), version_key(row["version_to"])
-            known = row["engine"] == self.engine and (not version or low <= version <= high)
+            known = row["engine"] == self.engine and holds_for(self.version, row["version_from"], row["version_to"])
             if known and covers(row["field"], field) and _as_expected(row["expects"], plain, speculative):
                 return f"{row['why']} ({row['source'].split(';')[0]})"
         return None

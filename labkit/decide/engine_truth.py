@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from labkit.decide.intervals import generator, percentile_interval, resampled_weights, student_spread
+from labkit.decide.intervals import RESAMPLES, generator, percentile_interval, resampled_weights, student_spread
 from labkit.decide.pairings import pairing_rows
-from labkit.engines.roles import version_key
+from labkit.engines.roles import holds_for, version_key
 from labkit.errors import InputError
 from labkit.results import find_runs, load_runs
 from labkit.shapes import model_shapes
@@ -98,7 +98,7 @@ def _arm(arm: pd.DataFrame, plain: np.ndarray, rng: np.random.Generator) -> dict
     own = arm["window_ms"].to_numpy()
     logs, deviations = zip(*(_mean_and_deviations(np.log(ms), rng) for ms in (own, plain)), strict=True)
     cost = logs[0] - logs[1]
-    low, high = np.exp(percentile_interval(cost + deviations[0] - deviations[1], 0.95))
+    low, high = np.exp(percentile_interval(cost + deviations[0] - deviations[1]))
     drafts = arm["num_drafted_tokens"].sum() / arm["num_verify_steps"].sum()
     return {
         "num_speculative_tokens": int(arm["num_speculative_tokens"].iloc[0]),
@@ -110,14 +110,14 @@ def _arm(arm: pd.DataFrame, plain: np.ndarray, rng: np.random.Generator) -> dict
     }
 
 
-def _mean_and_deviations(logs: np.ndarray, rng: np.random.Generator, resamples: int = 2000) -> tuple[float, np.ndarray]:
+def _mean_and_deviations(logs: np.ndarray, rng: np.random.Generator) -> tuple[float, np.ndarray]:
     """Mean of the logs of a few windows, and the spread deviations of resampled ones [resamples].
 
     Each window is a median of many steps already. The median of six such medians has no better interval than theirs: it
     covers in 99 % of planted cells with the spread of small samples.
     """
-    means = resampled_weights(len(logs), resamples, rng) @ logs / len(logs)
-    return float(logs.mean()), student_spread(len(logs), resamples, rng) * (means - logs.mean())
+    means = resampled_weights(len(logs), RESAMPLES, rng) @ logs / len(logs)
+    return float(logs.mean()), student_spread(len(logs), RESAMPLES, rng) * (means - logs.mean())
 
 
 def forward_times(rows: pd.DataFrame) -> pd.DataFrame:
@@ -156,14 +156,11 @@ def paired_backends(engine: str, version: str | None, setting: str) -> tuple[str
 
 
 def _covers(row: dict[Any, str], version: str | None) -> bool:
-    text, own = row["engine_version"], version_key(version or "")
-    if not own:
-        return True
+    text = row["engine_version"]
     if text.startswith("before "):
-        return own < version_key(text.removeprefix("before "))
+        return version_key(version) < version_key(text.removeprefix("before "))
     low, _, high = text.partition(" to ")
-    parts = (high or low).count(".") + 1  # a last version of two parts holds for its patch releases
-    return version_key(low) <= own and own[:parts] <= version_key(high or low)[:parts]
+    return holds_for(version, low, high or low)
 
 
 def predict(cells: pd.DataFrame, forwards: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
@@ -257,7 +254,7 @@ def verdicts(cells: pd.DataFrame, lengths: Sequence[float] = IMPOSED_LENGTHS) ->
     return pd.DataFrame(rows) if rows else pd.DataFrame(columns=columns)
 
 
-def reversals(cells: pd.DataFrame, lengths: Sequence[float] = IMPOSED_LENGTHS) -> pd.DataFrame:
+def reversals(cells: pd.DataFrame) -> pd.DataFrame:
     """Where the backend alone decides in one engine: one setting pays and another loses, both beyond their interval."""
     rows = []
     if cells.empty:
@@ -266,7 +263,7 @@ def reversals(cells: pd.DataFrame, lengths: Sequence[float] = IMPOSED_LENGTHS) -
     for key, part in cells.groupby(names):
         ordered = part.sort_values("relative_step_cost")
         best, worst, k = ordered.iloc[0], ordered.iloc[-1], ordered["num_speculative_tokens"].iloc[0]
-        for length in lengths:
+        for length in IMPOSED_LENGTHS:
             if best["relative_step_cost_high"] < length < worst["relative_step_cost_low"] and length <= k + 1:
                 ends = {"pays": best["setting"], "pays_speedup": length / best["relative_step_cost"]}
                 ends |= {"loses": worst["setting"], "loses_speedup": length / worst["relative_step_cost"]}
@@ -286,12 +283,9 @@ def truth_answer(truth: EngineTruth) -> str:
     else:
         lines += _judged(cells, tested["error"].abs())
     found = reversals(cells)
-    curves = (
-        found.sort_values("context_len").groupby(["num_speculative_tokens", "batch_size", "length"]).head(1)
-        if len(found)
-        else found
-    )
-    for row in curves.to_dict("records"):
+    if len(found):  # of each curve the shortest context
+        found = found.sort_values("context_len").groupby(["num_speculative_tokens", "batch_size", "length"]).head(1)
+    for row in found.to_dict("records"):
         where = f"{row['engine']}, k = {row['num_speculative_tokens']}, batch {row['batch_size']}"
         pays, loses = (f"{row[name]} {name} ({row[f'{name}_speedup']:.2f}x)" for name in ("pays", "loses"))
         lines.append(

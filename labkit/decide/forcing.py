@@ -22,9 +22,7 @@ NEUTRAL = 0.02
 RESOLVED = 1.1
 
 
-def forcing_check(
-    loop_rows: pd.DataFrame, *, confidence: float = 0.95, resamples: int = 2000, seed: int = 0
-) -> pd.DataFrame:
+def forcing_check(loop_rows: pd.DataFrame) -> pd.DataFrame:
     """Draft and verify time of steps that kept all their drafts over steps that kept none, at equal draft lengths.
 
     If acceptance does not change the device time of a step, it may be imposed. One ratio of medians per round of a
@@ -49,7 +47,7 @@ def forcing_check(
             none, every = (own[side[own.index]].groupby(unit)[part].median() for side in (rejected, kept))
             if not len(logs := np.log((every / none).dropna().to_numpy())):
                 continue
-            found = _interval("ratio", logs, confidence, resamples, generator(seed, "forcing", part, *key))
+            found = _interval("ratio", logs, generator(0, "forcing", part, *key))
             low, high = found["ratio_low"], found["ratio_high"]
             neutral = low <= 1 <= high or (low > 1 - NEUTRAL and high < 1 + NEUTRAL)
             told = {"rejected_ms": float(none.median()), "num_units": len(logs)}
@@ -60,14 +58,7 @@ def forcing_check(
     return pd.DataFrame(records)
 
 
-def all_reject_ratio(
-    loop_rows: pd.DataFrame,
-    *,
-    baseline: str = "fastest",
-    confidence: float = 0.95,
-    resamples: int = 2000,
-    seed: int = 0,
-) -> pd.DataFrame:
+def all_reject_ratio(loop_rows: pd.DataFrame) -> pd.DataFrame:
     """The all-reject measurement (generations at imposed rate 0 over plain decode) beside R of the cost rows.
 
     loop_rows : of forced runs (``labkit run loop --set acceptance=forced``): cost rows, plain decode and generations at
@@ -87,24 +78,22 @@ def all_reject_ratio(
     costs, forced = step_costs(fixed_context(rows)), step_costs(again)
     records = []
     for cost, rejected in zip(costs, forced, strict=True):
-        k, (_, decode_ms) = cost.num_speculative_tokens, baseline_ms(cost, baseline)
+        k, (_, decode_ms) = cost.num_speculative_tokens, baseline_ms(cost, "fastest")
         ratio, all_reject = (np.log(side.step_ms[:, k] / decode_ms) for side in (cost, rejected))
         known = np.isfinite(ratio) & np.isfinite(all_reject)
-        rng = generator(seed, "all-reject", *cost.key.values())
+        rng = generator(0, "all-reject", *cost.key.values())
         names = ("verify_backend", "drafter", "context_len", "batch_size", "num_speculative_tokens")
         found: dict[str, Any] = {name: cost.key[name] for name in names}
         found |= {"all_reject": float(np.exp(np.median(all_reject[known]))), "num_rounds": int(known.sum())}
-        found |= _interval("relative_step_cost", ratio[known], confidence, resamples, rng)
-        found |= _interval("all_reject_over_it", (all_reject - ratio)[known], confidence, resamples, rng)
+        found |= _interval("relative_step_cost", ratio[known], rng)
+        found |= _interval("all_reject_over_it", (all_reject - ratio)[known], rng)
         low, high = found["all_reject_over_it_low"], found["all_reject_over_it_high"]
         records.append(found | {"inside": low <= 1 <= high, "resolved": high / low < RESOLVED})
     return pd.DataFrame(records)
 
 
-def _interval(
-    name: str, logs: np.ndarray, confidence: float, resamples: int, rng: np.random.Generator
-) -> dict[str, float]:
+def _interval(name: str, logs: np.ndarray, rng: np.random.Generator) -> dict[str, float]:
     """The median of the logs as a ratio, with _low and _high."""
-    log, deviations = median_and_deviations(logs, resamples, rng)
-    low, high = np.exp(log + np.array(percentile_interval(deviations, confidence)))
+    log, deviations = median_and_deviations(logs, rng)
+    low, high = np.exp(log + np.array(percentile_interval(deviations)))
     return {name: float(np.exp(log)), f"{name}_low": float(low), f"{name}_high": float(high)}

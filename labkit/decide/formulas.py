@@ -8,8 +8,6 @@ import pandas as pd
 from labkit.decide.step_costs import StepCosts, baseline_ms
 from labkit.engines.tables import read_table
 
-DRAWN = ("Leviathan et al.", "MagicDec", "Forced rejection")
-
 
 def formulas() -> pd.DataFrame:
     """Name, formula, assumptions, what it leaves out, whether it is drawn, source."""
@@ -40,7 +38,7 @@ def magicdec(keep: float, k: int, draft_cost: float, verify_cost: float) -> floa
     return geometric_length(keep, k) / (k * draft_cost + verify_cost)
 
 
-def formula_table(costs: Sequence[StepCosts], cells: pd.DataFrame, baseline: str = "fastest") -> pd.DataFrame:
+def formula_table(costs: Sequence[StepCosts], cells: pd.DataFrame) -> pd.DataFrame:
     """Each drawn formula beside the measured speed-up of every judged cell: formula, k, speedup, predicted, error.
 
     One chance a per curve and context, fitted to the measured length at the largest k: that is what the formulas take.
@@ -58,7 +56,7 @@ def formula_table(costs: Sequence[StepCosts], cells: pd.DataFrame, baseline: str
         keep = fitted_chance(float(longest["mean_acceptance_length"]), int(longest["num_speculative_tokens"]))
         for cell in curve.to_dict("records"):
             cost = by_key[tuple(None if pd.isna(cell[name]) else cell[name] for name in names)]
-            decode_ms, k = baseline_ms(cost, baseline)[1], cost.num_speculative_tokens
+            decode_ms, k = baseline_ms(cost, "fastest")[1], cost.num_speculative_tokens
             step = float(np.nanmedian(cost.step_ms[:, k] / decode_ms))
             draft = float(np.nanmedian(cost.parts_ms["draft_ms"] / decode_ms)) if "draft_ms" in cost.parts_ms else 0.0
             values = {

@@ -10,6 +10,7 @@ import zlib
 
 import numpy as np
 
+CONFIDENCE, RESAMPLES = 0.95, 2000
 _FEW_UNITS = 256
 
 
@@ -45,7 +46,7 @@ def student_spread(num_units: int, resamples: int, rng: np.random.Generator, *, 
     return np.sqrt(scale / rng.chisquare(num_units - 1, size=resamples))
 
 
-def percentile_interval(draws: np.ndarray, confidence: float) -> tuple[float, float]:
+def percentile_interval(draws: np.ndarray, confidence: float = CONFIDENCE) -> tuple[float, float]:
     """The central `confidence` part of the finite draws, (NaN, NaN) when none is finite."""
     finite = draws[np.isfinite(draws)]
     if not len(finite):

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from labkit.decide.intervals import generator, percentile_interval, resampled_medians, student_spread
+from labkit.decide.intervals import RESAMPLES, generator, percentile_interval, resampled_medians, student_spread
 from labkit.errors import InputError
 from labkit.rows import distinct, is_missing, ok_rows
 
@@ -28,15 +28,7 @@ def time_column(rows_a: pd.DataFrame, rows_b: pd.DataFrame) -> str | None:
     return next((name for name in TIME_COLUMNS if name in rows_a and name in rows_b), None)
 
 
-def ratio_table(
-    rows_a: pd.DataFrame,
-    rows_b: pd.DataFrame,
-    *,
-    ignoring: Iterable[str] = (),
-    confidence: float = 0.95,
-    resamples: int = 2000,
-    seed: int = 0,
-) -> pd.DataFrame:
+def ratio_table(rows_a: pd.DataFrame, rows_b: pd.DataFrame, *, ignoring: Iterable[str] = ()) -> pd.DataFrame:
     """Median time of B over that of A for every cell that both have.
 
     A unit is a (run_id, group, round), its time the median of its samples. Units present on both sides are paired: the
@@ -69,8 +61,7 @@ def ratio_table(
     cells_a, cells_b = _cells(a, keys, column, ignoring), _cells(b, keys, column, ignoring)
     records = []
     for key in [key for key in cells_a if key in cells_b]:
-        rng = generator(seed, "ratio", *key)
-        ratio = _ratio(cells_a[key], cells_b[key], confidence, resamples, rng)
+        ratio = _ratio(cells_a[key], cells_b[key], generator(0, "ratio", *key))
         records.append(dict(zip(keys, key, strict=True)) | {"column": column} | ratio)
     if not records:
         raise InputError("the compared rows have no cell in common")
@@ -98,9 +89,7 @@ def _cells(
     return cells
 
 
-def _ratio(
-    a: pd.Series, b: pd.Series, confidence: float, resamples: int, rng: np.random.Generator
-) -> dict[str, float | int | bool | str]:
+def _ratio(a: pd.Series, b: pd.Series, rng: np.random.Generator) -> dict[str, float | int | bool | str]:
     shared = a.index.intersection(b.index)
     paired = len(shared) > 0
     rounds = (len(shared), len(shared)) if paired else (len(a), len(b))
@@ -108,13 +97,13 @@ def _ratio(
     launches = [side.groupby(level=launch).median() for side in (a, b)]
     several = not paired and min(map(len, launches)) > 1
     if paired:
-        log_ratio, deviations = median_and_deviations(np.log((b[shared] / a[shared]).to_numpy()), resamples, rng)
+        log_ratio, deviations = median_and_deviations(np.log((b[shared] / a[shared]).to_numpy()), rng)
     else:
         units = launches if several else (a, b)
-        log_a, deviations_a = median_and_deviations(np.log(units[0].to_numpy()), resamples, rng)
-        log_b, deviations_b = median_and_deviations(np.log(units[1].to_numpy()), resamples, rng)
+        log_a, deviations_a = median_and_deviations(np.log(units[0].to_numpy()), rng)
+        log_b, deviations_b = median_and_deviations(np.log(units[1].to_numpy()), rng)
         log_ratio, deviations = log_b - log_a, deviations_b - deviations_a
-    low, high = np.exp(percentile_interval(log_ratio + deviations, confidence))
+    low, high = np.exp(percentile_interval(log_ratio + deviations))
     found = {"a_ms": float(a.median()), "b_ms": float(b.median()), "ratio": float(np.exp(log_ratio))}
     bounds = {"ratio_low": float(low), "ratio_high": float(high)}
     numbers = {"num_rounds_a": rounds[0], "num_rounds_b": rounds[1]}
@@ -125,10 +114,10 @@ def _ratio(
     return {**found, **bounds, "paired": paired, **numbers, "claim": claim, "verdict": verdict}
 
 
-def median_and_deviations(logs: np.ndarray, resamples: int, rng: np.random.Generator) -> tuple[float, np.ndarray]:
+def median_and_deviations(logs: np.ndarray, rng: np.random.Generator) -> tuple[float, np.ndarray]:
     """Median of logs [num_units] and the spread deviations of resampled ones [resamples], NaN for a single unit."""
     median = float(np.median(logs))
     if len(logs) < 2:
-        return median, np.full(resamples, np.nan)
-    spread = student_spread(len(logs), resamples, rng, of_medians=True)
-    return median, spread * (resampled_medians(logs[:, None], resamples, rng)[:, 0] - median)
+        return median, np.full(RESAMPLES, np.nan)
+    spread = student_spread(len(logs), RESAMPLES, rng, of_medians=True)
+    return median, spread * (resampled_medians(logs[:, None], RESAMPLES, rng)[:, 0] - median)

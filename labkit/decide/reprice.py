@@ -11,7 +11,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from labkit.decide.intervals import generator, percentile_interval, resampled_medians, resampled_weights, student_spread
+from labkit.decide.intervals import (
+    RESAMPLES,
+    generator,
+    percentile_interval,
+    resampled_medians,
+    resampled_weights,
+    student_spread,
+)
 from labkit.decide.step_costs import StepCosts, baseline_ms, step_costs
 from labkit.errors import InputError
 from labkit.rows import distinct, ok_rows
@@ -27,7 +34,6 @@ class Repriced:
 
     speedup, low, high : over plain decode at the same contexts; the interval resamples the rounds of the costs.
     text_low, text_high : prompts resampled as well: for other text of the kind.
-    ms_per_token, plain_ms_per_token : of the trace's output.
     by_prompt : prompt_id, num_steps, num_tokens, speedup.
     notes : what was clamped or cut.
     """
@@ -37,8 +43,6 @@ class Repriced:
     high: float
     text_low: float
     text_high: float
-    ms_per_token: float
-    plain_ms_per_token: float
     by_prompt: pd.DataFrame
     notes: tuple[str, ...]
     origin: str = "modelled"
@@ -52,9 +56,6 @@ def reprice(
     k: int | None = None,
     context_len: int | None = None,
     baseline: str = "fastest",
-    confidence: float = 0.95,
-    resamples: int = 2000,
-    seed: int = 0,
 ) -> Repriced:
     """Price the steps of recorded generations by cost cells.
 
@@ -89,8 +90,7 @@ def reprice(
     modes = [", ".join(distinct(rows, "launch_mode")) for rows in (trace, cost_rows)]
     if modes[0] != modes[1] and all(modes):
         notes.append(f"launch_mode: trace {modes[0]}, costs {modes[1]}")
-    rng = generator(seed, "reprice", k, *contexts)
-    return _result(trace, steps, tokens, tables, notes, confidence, resamples, rng)
+    return _result(trace, steps, tokens, tables, notes, generator(0, "reprice", k, *contexts))
 
 
 def _curve(cost_rows: pd.DataFrame, where: Mapping[str, Any], k: int) -> list[StepCosts]:
@@ -152,24 +152,23 @@ def _complete(table: np.ndarray, used: np.ndarray, context: float) -> np.ndarray
 
 def _result(
     trace: pd.DataFrame, steps: np.ndarray, tokens: np.ndarray, tables: Sequence[np.ndarray], notes: list[str],
-    confidence: float, resamples: int, rng: np.random.Generator,
+    rng: np.random.Generator,
 ) -> Repriced:  # fmt: skip
     median = np.stack([np.median(table, axis=0) for table in tables])
-    drawn = np.stack([resampled_medians(table, resamples, rng) for table in tables], axis=1)
+    drawn = np.stack([resampled_medians(table, RESAMPLES, rng) for table in tables], axis=1)
     speculative, plain = np.tensordot(steps, median[:, :-1], 2), tokens @ median[:, -1]
     log = float(np.log(plain.sum() / speculative.sum()))
     in_draws = np.log(
         (drawn[:, :, -1] @ tokens.sum(axis=0)) / np.einsum("bij,ij->b", drawn[:, :, :-1], steps.sum(axis=0))
     )
-    rounds = student_spread(min(map(len, tables)), resamples, rng, of_medians=True) * (in_draws - log)
-    weights = resampled_weights(len(steps), resamples, rng)
-    of_text = student_spread(len(steps), resamples, rng) * (np.log((weights @ plain) / (weights @ speculative)) - log)
-    own, text = (np.exp(log + np.array(percentile_interval(d, confidence))) for d in (rounds, rounds + of_text))
+    rounds = student_spread(min(map(len, tables)), RESAMPLES, rng, of_medians=True) * (in_draws - log)
+    weights = resampled_weights(len(steps), RESAMPLES, rng)
+    of_text = student_spread(len(steps), RESAMPLES, rng) * (np.log((weights @ plain) / (weights @ speculative)) - log)
+    own, text = (np.exp(log + np.array(percentile_interval(d))) for d in (rounds, rounds + of_text))
     by_prompt = pd.DataFrame({"prompt_id": pd.factorize(trace["prompt_id"])[1], "num_steps": steps.sum(axis=(1, 2))})
     by_prompt = by_prompt.assign(num_tokens=tokens.sum(axis=1), speedup=plain / speculative)
-    ms, plain_ms = (float(time.sum() / tokens.sum()) for time in (speculative, plain))
     low, high, text_low, text_high = (float(bound) for bound in (*own, *text))
-    return Repriced(float(np.exp(log)), low, high, text_low, text_high, ms, plain_ms, by_prompt, tuple(notes))
+    return Repriced(float(np.exp(log)), low, high, text_low, text_high, by_prompt, tuple(notes))
 
 
 def measured_speedup(trace_rows: pd.DataFrame) -> pd.DataFrame:

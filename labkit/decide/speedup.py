@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from labkit.acceptance import length_draws
-from labkit.decide.intervals import resampled_medians, student_spread
+from labkit.decide.intervals import CONFIDENCE, generator, resampled_medians, student_spread
 
 
 @dataclass(frozen=True)
@@ -32,24 +32,22 @@ class Length:
     num_prompts: int | None
 
 
-def measured_length(histograms: np.ndarray, resamples: int, seed: int) -> Length:
+def measured_length(histograms: np.ndarray, resamples: int) -> Length:
     """From per-prompt histograms int64 [num_prompts, k+1, k+1], each with at least one step."""
     total = histograms.sum(axis=0)
-    accepted, _, steps, spread = length_draws(histograms, resamples, seed)
+    accepted, _, steps, spread = length_draws(histograms, resamples)
     num_steps = steps.sum(axis=1)
     length = 1 + float(total.sum(axis=0) @ np.arange(len(total)) / total.sum())
     shares, share_draws = total.sum(axis=1) / total.sum(), steps / num_steps[:, None]
     return Length(length, shares, np.log(1 + accepted / num_steps), share_draws, spread, len(histograms))
 
 
-def imposed_length(
-    length: float, low: float, high: float, k: int, *, confidence: float, resamples: int, rng: np.random.Generator
-) -> Length:
+def imposed_length(length: float, low: float, high: float, k: int, resamples: int) -> Length:
     """From a given length and its bounds; every step drafts k tokens. NaN three times stands for an unknown length."""
     shares = np.eye(k + 1)[k]
-    normal = rng.standard_normal(resamples)
-    # A split normal in the log, scaled so that the bounds are its quantiles at the asked confidence.
-    edge = np.quantile(np.abs(normal), confidence)
+    normal = generator(0, "imposed").standard_normal(resamples)
+    # A split normal in the log, scaled so that the bounds are its quantiles at the confidence of all intervals.
+    edge = np.quantile(np.abs(normal), CONFIDENCE)
     side = np.where(normal < 0, np.log(length / low), np.log(high / length))
     log_draws = np.log(length) + normal / edge * side
     return Length(length, shares, log_draws, np.tile(shares, (resamples, 1)), np.ones(resamples), None)

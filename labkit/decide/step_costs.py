@@ -88,7 +88,8 @@ def step_costs(cost_rows: pd.DataFrame) -> list[StepCosts]:
     decode = decode_ms.reindex(step_ms.reset_index("cell").index).to_numpy(float)
     part_ms = at_rounds.to_numpy(float)
     keys = speculative[list(CELL_KEY)].assign(cell=cell_ids).drop_duplicates("cell").sort_values("cell")
-    origins, notes = _origins(speculative, cell_ids), _notes(rows, speculative, cell_ids)
+    notes = _notes(rows, speculative, cell_ids)
+    origins = speculative.groupby(cell_ids)["origin"].unique().to_dict() if "origin" in speculative else {}
     costs = []
     for cell, *values in keys[["cell", *CELL_KEY]].itertuples(index=False, name=None):
         key = {name: key_value(value) for name, value in zip(CELL_KEY, values, strict=True)}
@@ -122,10 +123,6 @@ def _check(rows: pd.DataFrame) -> None:
                 run_id, group = counts.index[counts > 1][0]
                 mixed = rows[(rows["run_id"] == run_id) & (rows["group"] == group)]
                 single_value(mixed, name, f"cost rows of run {run_id}, group {group},")
-
-
-def _origins(speculative: pd.DataFrame, cell_ids: pd.Series) -> dict[Any, Any]:
-    return speculative.groupby(cell_ids)["origin"].unique().to_dict() if "origin" in speculative else {}
 
 
 def _origin(found: Iterable[Any], key: dict[str, Any]) -> str:

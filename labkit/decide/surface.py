@@ -10,10 +10,11 @@ from labkit.breakeven import Breakeven, breakeven
 from labkit.decide.best_k import best_k, cut_acceptance, regret
 from labkit.decide.cause import inefficiency, slope_causes, waterfall
 from labkit.decide.composed import cost_rows
+from labkit.decide.intervals import RESAMPLES
 from labkit.decide.step_costs import StepCosts, step_costs
 from labkit.decide.verdict import restricted
 from labkit.errors import InputError
-from labkit.rows import is_missing, matching
+from labkit.rows import key_value, matching
 
 
 @dataclass(frozen=True)
@@ -66,12 +67,9 @@ def select(surface: Surface, *, widest: str | None = None, **where: Any) -> Surf
     judged = restricted(surface.result, part(surface.result.cells))
     names = ("waterfall", "causes", "floors", "best", "regret")
     tables: dict[str, Any] = {name: part(getattr(surface, name)) for name in names}
-    costs = [cost for cost in surface.costs if all(_same(cost.key[name], value) for name, value in chosen.items())]
+    setting = {name: key_value(value) for name, value in chosen.items()}
+    costs = [cost for cost in surface.costs if setting.items() <= cost.key.items()]
     return replace(surface, result=judged, costs=costs, **tables)
-
-
-def _same(a: Any, b: Any) -> bool:
-    return bool(a == b) or (is_missing(a) and is_missing(b))
 
 
 def verdict_surface(
@@ -82,9 +80,7 @@ def verdict_surface(
     acceptance_from: str | None = None,
     free_drafter: str | None = None,
     baseline: str = "fastest",
-    confidence: float = 0.95,
-    resamples: int = 2000,
-    seed: int = 0,
+    resamples: int = RESAMPLES,
 ) -> Surface:
     """Judge costs over context x batch x pairing x k.
 
@@ -95,17 +91,16 @@ def verdict_surface(
     read_gb_per_s : measured read bandwidth, 1e9 B/s, one or per gpu (`read_rates` of sidecars); None leaves the causes
         unknown.
     free_drafter : as `labkit.decide.composed.cost_rows`.
-    acceptance_from, baseline, confidence, resamples, seed : as `labkit.breakeven.breakeven`.
+    acceptance_from, baseline, resamples : as `labkit.breakeven.breakeven`.
 
     Raises InputError as `labkit.breakeven.breakeven` and `labkit.decide.composed.cost_rows`.
     """
     costs = cost_rows(rows, free_drafter=free_drafter)
-    options: dict[str, Any] = {"baseline": baseline, "confidence": confidence, "resamples": resamples, "seed": seed}
     if isinstance(acceptance, pd.DataFrame):
         ks = costs["num_speculative_tokens"].dropna().astype(int).unique()
         acceptance = cut_acceptance(acceptance, [int(k) for k in ks])
     cells = step_costs(costs)
-    result = breakeven(cells, acceptance, acceptance_from=acceptance_from, **options)
+    result = breakeven(cells, acceptance, acceptance_from=acceptance_from, baseline=baseline, resamples=resamples)
     judged = result.cells["speedup"].notna().any()
     empty = pd.DataFrame()
     return Surface(

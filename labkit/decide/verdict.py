@@ -1,7 +1,5 @@
 """Stored runs in, verdicts out: what `labkit breakeven`, the tour and the notebooks have in common."""
 
-from __future__ import annotations
-
 import argparse
 import shlex
 from collections.abc import Sequence
@@ -14,6 +12,7 @@ import pandas as pd
 from labkit.axes import keep_where
 from labkit.breakeven import Breakeven, breakeven, verdict_table
 from labkit.decide.composed import cost_rows, stored_costs
+from labkit.decide.intervals import CONFIDENCE
 from labkit.errors import InputError
 from labkit.paths import check_out
 from labkit.results import load_runs
@@ -81,7 +80,9 @@ def render(result: Breakeven, *, everything: bool = False) -> str:
     """
     if everything or len(result.cells) <= MOST_CELLS:
         table, rest = verdict_table(result.cells), acceptance_notes(result.cells)
-        table["reason"] = table["reason"].map(lambda text: _without(text, rest))
+        # What is said below the table is left out of the cells' reasons.
+        own = table["reason"].str.split("; ")
+        table["reason"] = ["; ".join(part for part in parts if part not in rest) for parts in own]
     else:
         all_cells = result.cells
         result, rest = _one_setting(result)
@@ -89,7 +90,7 @@ def render(result: Breakeven, *, everything: bool = False) -> str:
         table = curve_table(result.cells)
     about = [listed(result.cells, name) for name in ("gpu", "target", "drafter")]
     lines = [f"{', '.join(about)} drafter", table.to_string(index=False), "", *crossing_lines(result), *rest]
-    return "\n".join([*lines, f"baseline: {result.baseline}; intervals: {result.confidence:.0%}"])
+    return "\n".join([*lines, f"baseline: {result.baseline}; intervals: {CONFIDENCE:.0%}"])
 
 
 def _one_setting(result: Breakeven) -> tuple[Breakeven, list[str]]:
@@ -118,11 +119,6 @@ def not_judged_lines(cells: pd.DataFrame) -> list[str]:
         more = f" and {len(reasons) - 1} more reasons (--json)" if len(reasons) > 1 else ""
         lines.append(f"k = {k} not judged in {len(own)} of its cells: {reasons.index[0]}{more}")
     return lines
-
-
-def _without(reason: str, notes: Sequence[str]) -> str:
-    """A cell's reason without the parts that are said below the table."""
-    return "; ".join(part for part in reason.split("; ") if part not in notes)
 
 
 def acceptance_notes(cells: pd.DataFrame) -> list[str]:

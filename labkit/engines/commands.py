@@ -7,6 +7,7 @@ import json
 import tempfile
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,9 @@ from labkit.engines.tables import read_table
 from labkit.engines.trace import is_trace, read_steps
 from labkit.errors import InputError
 from labkit.progress import say
-from labkit.provenance import redact, redacted, redactor
+from labkit.provenance import redact, redactor
 from labkit.results import RUN_ID, load_runs, load_sidecars
-from labkit.rows import json_value
+from labkit.rows import plain_record
 
 MAX_PAGE_BYTES = 8 << 20
 KV_DTYPES = ("auto", "bfloat16", "bf16", "float16", "fp16", "half", "fp8", "fp8_e4m3", "fp8_e5m2", "float8_e4m3fn")
@@ -73,13 +74,14 @@ def _step_line(row: dict[str, Any]) -> str:
     return f"{head} (whole step {row['step_ms']:.3f}, gap {row['gap_ms']:.3f})"
 
 
-def run_diagnose(arguments: argparse.Namespace) -> int:
+def run_diagnose(arguments: argparse.Namespace) -> tuple[Any, str, int]:
     """Diagnose a log, a trace or a launch line, or print a recipe; 1 where a launch line has a mistake."""
     _check_options(arguments)
     if len(arguments.launch or []) > 1 or (arguments.launch and (arguments.file or arguments.base_url)):
         raise InputError("launch: wanted one launch line alone; a log, a server or another line is its own question")
     arguments.launch = arguments.launch[0] if arguments.launch else None
-    if arguments.file and _is_run(Path(arguments.file)):
+    path = Path(arguments.file or "-")
+    if path.is_dir() or path.suffix == ".parquet" or RUN_ID.fullmatch(path.stem):
         return _diagnose_run(arguments)
     if arguments.launch:
         server, flags = parse_launch(arguments.launch, arguments.engine_version)
@@ -94,7 +96,7 @@ def run_diagnose(arguments: argparse.Namespace) -> int:
         found = diagnose_trace(list(steps), gpu=arguments.gpu, model=arguments.model, version=version)
         found.warnings += notes
         server = Server(found.engine, version, arguments.model, arguments.gpu)
-        content, lines = found.to_dict(), [render(found)]
+        content, lines = asdict(found), [render(found)]
     elif arguments.file or arguments.base_url:
         reader, problems = Reader(), []
         server = reader.server
@@ -108,20 +110,15 @@ def run_diagnose(arguments: argparse.Namespace) -> int:
         server.take_drafts(reader.sizes)
         if not found.engine:
             raise InputError(f"{arguments.file}: no figures of a known engine; docs/importing.md lists what is read")
-        content, lines = found.to_dict(), [render(found)]
+        content, lines = asdict(found), [render(found)]
     else:
         raise InputError("wanted a log, a trace, --base-url or --launch")
     if arguments.recipe:
         content = lines = recipe(arguments.recipe, server, arguments.launch)
-    print(json.dumps(redacted(content), indent=1) if arguments.json else redact("\n".join(lines)))
-    return 1 if problems else 0
+    return redact(content), redact("\n".join(lines)), 1 if problems else 0
 
 
-def _is_run(path: Path) -> bool:
-    return path.is_dir() or path.suffix == ".parquet" or RUN_ID.fullmatch(path.stem) is not None
-
-
-def _diagnose_run(arguments: argparse.Namespace) -> int:
+def _diagnose_run(arguments: argparse.Namespace) -> tuple[Any, str, int]:
     """What explains the times of stored attention runs; 1 where a backend is neither healthy nor launch-bound."""
     from labkit.decide.diagnosis import degenerate_paths  # pandas and plots, which no log needs
     from labkit.decide.diagnosis import diagnose as diagnose_rows
@@ -129,15 +126,12 @@ def _diagnose_run(arguments: argparse.Namespace) -> int:
     rows, sidecars = load_runs("attention", arguments.file), load_sidecars("attention", arguments.file)
     found = diagnose_rows(rows[rows["status"] == "ok"], sidecars)
     bad = degenerate_paths(found)
-    if arguments.json:
-        records = [{str(n): json_value(v) for n, v in row.items()} for row in found.astype(object).to_dict("records")]
-        print(json.dumps(redacted(records), indent=1, allow_nan=False, default=str))
-    else:
-        for _, row in found.iterrows():
-            sure = f" ({row['sure']})" if row["sure"] else ""
-            setting = f"{row['num_qo_heads']}/{row['num_kv_heads']}/{row['head_dim']}, batch {row['batch_size']}"
-            print(f"{setting}, {row['backend']}: {row['diagnosis']}{sure}: {row['because']}")
-    return 1 if len(bad) else 0
+    records, lines = [plain_record(row) for row in found.astype(object).to_dict("records")], []
+    for row in records:
+        sure = f" ({row['sure']})" if row["sure"] else ""
+        setting = f"{row['num_qo_heads']}/{row['num_kv_heads']}/{row['head_dim']}, batch {row['batch_size']}"
+        lines.append(f"{setting}, {row['backend']}: {row['diagnosis']}{sure}: {row['because']}")
+    return redact(records), "\n".join(lines), 1 if len(bad) else 0
 
 
 def _check_options(arguments: argparse.Namespace) -> None:

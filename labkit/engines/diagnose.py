@@ -7,19 +7,18 @@ tells cost: its slope against one read of the KV cache at the GPU's peak. Interv
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from labkit.decide.intervals import generator, percentile_interval, resampled_weights, student_spread
-from labkit.engines.baseline import against_plain
 from labkit.engines.recipes import backend_flag
 from labkit.engines.record import Record, counted
 from labkit.engines.roles import ROLES, Role, gpu_row, kernel, resolve_roles, rows_of, speculative_tokens
 from labkit.engines.server import Server
-from labkit.engines.slope import MIN_WINDOWS, Interval, step_plane
+from labkit.engines.step_times import MIN_WINDOWS, Interval, against_plain, step_plane
 from labkit.engines.tables import read_table
 from labkit.engines.trace import summarise
 from labkit.engines.windows import grouped, judged
@@ -61,10 +60,6 @@ class Diagnosis:
     unknown: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     trace: dict[str, Any] | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
 
 
 def diagnose(
@@ -177,7 +172,7 @@ def _acceptance(found: Diagnosis, windows: pd.DataFrame, k: float | None) -> Non
         if len(rows) >= MIN_BAND and k is not None:
             off = counts @ length / counts.sum(axis=1) - mean
             draws, lengths = [*draws, mean + student_spread(len(rows), RESAMPLES, rng) * off], [*lengths, mean]
-            low, high = percentile_interval(draws[-1], 0.95)
+            low, high = percentile_interval(draws[-1])
             if 1 <= mean <= k + 1:  # no length can be outside of these
                 low, high = max(low, 1.0), min(high, k + 1)
         edges = [int(2 ** (float(str(band)) + side)) if placed is not windows else None for side in (-0.5, 0.5)]
@@ -191,7 +186,7 @@ def _acceptance(found: Diagnosis, windows: pd.DataFrame, k: float | None) -> Non
     if len(lengths) < len(found.bands):
         found.warnings.append(f"bands of fewer than {MIN_BAND} windows have no interval and are not compared")
     if len(lengths) > 1 and min(lengths) > 0:
-        _, high = percentile_interval(draws[-1] - draws[0], 0.95)
+        _, high = percentile_interval(draws[-1] - draws[0])
         falls = high < 0 and lengths[-1] / lengths[0] - 1 < -FALLING
         found.acceptance = "falling with context" if falls else "flat over context"
     elif placed is not windows:

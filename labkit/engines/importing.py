@@ -13,7 +13,7 @@ from labkit.engines.reading import MAX_DOCUMENT_BYTES, MAX_LOG_CHARACTERS, Input
 from labkit.engines.record import Record
 from labkit.engines.roles import resolve_roles
 from labkit.engines.server import Server, begins_server, server_marks
-from labkit.engines.tables import formats, json_marks, match_json, may_match, numbers, objects, pairs
+from labkit.engines.tables import formats, json_marks, match_json, numbers, objects, pairs
 from labkit.errors import InputError
 
 ENGINES = ("auto", "sglang", "vllm", "llamacpp", "trtllm", "aiperf", "guidellm", "llamabenchy", "specforge", "mlx-vlm")
@@ -125,7 +125,8 @@ class Reader:
                 yield from self._logs_end()
                 self.server.restart()
                 self._launch(self.server)
-            content = load_json(text.removeprefix("data: ")) if text.startswith(_JSON) and may_match(text) else None
+            known = text.startswith(_JSON) and any(mark in text for mark in json_marks())  # a look before it is parsed
+            content = load_json(text.removeprefix("data: ")) if known else None
             if content is not None:
                 yield from self._of_json(content, f"{name}:{line}")
             elif records := self._of_line(text[:MAX_LOG_CHARACTERS], name, line):

@@ -7,7 +7,7 @@ from typing import Any
 from labkit.engines.diagnose import Diagnosis
 from labkit.engines.record import Record, counted
 from labkit.engines.roles import gpu_row
-from labkit.engines.slope import Interval
+from labkit.engines.step_times import Interval
 from labkit.engines.tables import number
 
 _COLUMNS = {"mean_acceptance_length": ".2f", "draft_acceptance_rate": ".3f", "num_speculative_tokens": "d"}

@@ -43,19 +43,21 @@ def version_key(text: str | None) -> tuple[int, ...]:
     return tuple(parts + [0] * (3 - len(parts))) if parts else ()
 
 
-def rows_of(engine: str, kind: str, version: str | None, **wanted: str) -> list[dict[str, str]]:
-    """Rows of a kind whose version range holds the version; all of them where the version is unknown.
+def holds_for(version: str | None, low: str, high: str) -> bool:
+    """Whether a range of versions holds one. Without a version, or without an end of the range, it does.
 
-    A row without a range holds for every version; a last version of two parts holds for its patch releases.
+    A last version of two parts holds for its patch releases.
     """
-    key, found = version_key(version), []
-    for row in read_table("engine_flags.csv"):
-        high = row["version_to"]
-        last = (*version_key(high)[:2], 999) if high.count(".") == 1 else version_key(high)
-        inside = not key or not high or version_key(row["version_from"]) <= key <= last
-        if inside and (row["engine"], row["kind"]) == (engine, kind) and wanted.items() <= row.items():
-            found.append(row)
-    return found
+    key, last = version_key(version), version_key(high)
+    last = (*last[:2], 999) if high.count(".") == 1 else last
+    return not key or not high or version_key(low) <= key <= last
+
+
+def rows_of(engine: str, kind: str, version: str | None, **wanted: str) -> list[dict[str, str]]:
+    """Rows of a kind whose version range holds the version; all of them where the version is unknown."""
+    of_kind = (row for row in read_table("engine_flags.csv") if (row["engine"], row["kind"]) == (engine, kind))
+    rows = (row for row in of_kind if wanted.items() <= row.items())
+    return [row for row in rows if holds_for(version, row["version_from"], row["version_to"])]
 
 
 def known_flags(engine: str) -> set[str]:

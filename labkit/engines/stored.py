@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 
 from labkit.engines.record import Record
 from labkit.errors import InputError
+from labkit.paths import make_folder
 
 _CHUNK = 5000  # rows of a row group, all that is held in memory
 
@@ -37,10 +38,7 @@ def write(items: Iterable[Any], path: Path, plain: Callable[[Any], Any]) -> Iter
             rows = [plain(item) for item in chunk]
             columns = {name: _column([row[name] for row in rows]) for name in rows[0]}
             if writer is None:
-                try:
-                    path.parent.mkdir(parents=True, exist_ok=True)  # only now: bad input leaves nothing behind
-                except OSError as error:
-                    raise InputError(f"out: wanted a folder, got {str(path.parent)!r} ({error.strerror})") from error
+                make_folder(path.parent, "out")  # only now: bad input leaves nothing behind
                 schema = RECORDS if isinstance(chunk[0], Record) else pa.table(columns).schema
                 writer = pq.ParquetWriter(temporary, schema, compression="zstd")
             writer.write_table(pa.table(columns, schema=writer.schema))

@@ -166,11 +166,6 @@ def json_marks() -> tuple[str, ...]:
     return tuple(f'"{mark}"' for mark in sorted(marks))
 
 
-def may_match(text: str) -> bool:
-    """Whether JSON text may hold an object of a known format or a server's arguments: a look before it is parsed."""
-    return any(mark in text for mark in json_marks())
-
-
 def match_json(node: Mapping[str, Any]) -> tuple[Format, Record] | None:
     """The record of an object of a known format: one that has all keys which the format needs."""
     for item, keys in _json_keys():

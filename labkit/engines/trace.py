@@ -145,11 +145,8 @@ class _Events:
 def read_steps(path: str | Path) -> tuple[Iterator[dict[str, Any]], list[str]]:
     """Rows of a trace, one per step and phase, and notes on what could not be told.
 
-    Returns
-    -------
-    iterator of dict
-        step_index, phase, forward_ms (busy), attention_ms, other_ms, kernels (name, grid, count, ms; the largest ten),
-        and of the whole step: step_ms (wall), gap_ms (wall minus busy). The last, unfinished step is left out.
+    Each row: step_index, phase, forward_ms (busy), attention_ms, other_ms, kernels (name, grid, count, ms; the largest
+    ten), and of the whole step: step_ms (wall), gap_ms (wall minus busy). The last, unfinished step is left out.
 
     Raises InputError: no trace, no phases, or fewer than two steps in it.
     """

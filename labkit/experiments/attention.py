@@ -1,7 +1,5 @@
 """Attention over a paged cache: time of each backend over context, query length and batch, checked before timed."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Sequence

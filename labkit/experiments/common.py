@@ -234,6 +234,7 @@ def sweep(
     if target and not is_random(target) and "workload" in points[0]:
         _check_prompts(points)
     points, local = by_name(points, drafters=experiment != "step")
+    own_files = [f"experiments/{file.name}" for file in sorted(Path(__file__).parent.glob(f"{experiment}*.py"))]
     if backend_file:
         local["backend_file"] = str(backend_file.resolve())
     return run_sweep(
@@ -246,14 +247,9 @@ def sweep(
         calibrate=True,
         reuse=experiment == "attention",  # the other experiments' arms are only worth something interleaved
         backend_digest=_backend_digest,
-        code_digest=code_digest([*_MEASURING, *_own_files(experiment)]),
+        code_digest=code_digest([*_MEASURING, *own_files]),
         **options,
     )
-
-
-def _own_files(experiment: str) -> list[str]:
-    """``experiments/step.py`` and those whose names begin so, as `code_digest` takes them."""
-    return [f"experiments/{file.name}" for file in sorted(Path(__file__).parent.glob(f"{experiment}*.py"))]
 
 
 def runner(experiment: str, points: Callable[..., list[dict[str, Any]]]) -> Callable[..., RunResult]:

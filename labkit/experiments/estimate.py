@@ -1,7 +1,5 @@
 """How long and how large a plan is, from the bytes it moves. An estimate for `--dry-run`; nothing is measured by it."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any
 

@@ -1,9 +1,6 @@
 """`labkit run`: from typed words to a sweep, with a plan to look at first."""
 
-from __future__ import annotations
-
 import argparse
-import json
 import re
 import sys
 from collections import Counter
@@ -21,6 +18,7 @@ from labkit.quality import kinds
 from labkit.sweep import RunResult
 
 MODULES: dict[str, ModuleType] = {"attention": attention, "acceptance": acceptance, "loop": loop, "step": step}
+Shown = tuple[dict[str, Any], str, int]  # for JSON, as text, exit code
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
 
 
@@ -32,7 +30,7 @@ def parse_duration(text: str, option: str = "time") -> float:
     return float(match[1]) * _UNITS[match[2]]
 
 
-def run_from_arguments(arguments: argparse.Namespace) -> int:
+def run_from_arguments(arguments: argparse.Namespace) -> Shown:
     """Measure what `labkit run` was asked for. 0 when every point has a result, else 1: some failed or are left."""
     module = MODULES[arguments.experiment]
     timeout_s = parse_duration(arguments.timeout, "--timeout")
@@ -59,12 +57,12 @@ def run_from_arguments(arguments: argparse.Namespace) -> int:
         given.setdefault("seed", [arguments.seed])
     points = module.points(preset, **given)
     if arguments.dry_run:
-        return _show_plan(arguments, points, module)
+        return _plan(arguments.experiment, points, module)
     with _executor(arguments) as executor:
         options: dict[str, Any] = {"executor": executor, "timeout_s": timeout_s, "budget_s": budget_s}
         options |= {"seed": arguments.seed, "resume": not arguments.no_resume, "backend_file": arguments.backend_file}
         result = common.sweep(arguments.experiment, points, out_dir=arguments.out, **options)
-    return _show_result(arguments, result)
+    return _outcome(result)
 
 
 def _executor(arguments: argparse.Namespace) -> AbstractContextManager[Any]:
@@ -82,36 +80,35 @@ def _executor(arguments: argparse.Namespace) -> AbstractContextManager[Any]:
         raise InputError(f"--scheduler {arguments.scheduler}: no Dask scheduler answers there ({error})") from None
 
 
-def _show_plan(arguments: argparse.Namespace, points: list[dict[str, Any]], module: ModuleType) -> int:
+def _plan(experiment: str, points: list[dict[str, Any]], module: ModuleType) -> Shown:
     """`--dry-run`: how many points, in which cells, how long at most, how much memory."""
     from labkit.experiments.estimate import memory_bytes, seconds
 
     groups = len({point["group"] for point in points})
-    minutes = round(sum(seconds(arguments.experiment, point) for point in points) / 60, 1)
-    memory_gb = round(max(memory_bytes(arguments.experiment, point) for point in points) / 1e9, 2)
+    minutes = round(sum(seconds(experiment, point) for point in points) / 60, 1)
+    memory_gb = round(max(memory_bytes(experiment, point) for point in points) / 1e9, 2)
     axes = {
         name: sorted({point[name] for point in points if point.get(name) is not None})
         for name in module.PRESETS["cpu"]
         if any(name in point for point in points)
     }
-    plan = {"experiment": arguments.experiment, "num_points": len(points), "num_groups": groups, "axes": axes}
+    plan = {"experiment": experiment, "num_points": len(points), "num_groups": groups, "axes": axes}
     plan |= {"estimated_minutes": minutes, "estimated_memory_gb": memory_gb}
     about = f"about {minutes} min and {memory_gb} GB (estimated from bytes moved, not measured)"
     lines = [f"{len(points)} points in {groups} interleaved groups, {about}"]
     lines += [f"  {name}: {', '.join(map(str, values))}" for name, values in axes.items()]
-    _print(arguments, plan, "\n".join(lines))
-    return 0
+    return plan, "\n".join(lines), 0
 
 
-def _show_result(arguments: argparse.Namespace, result: RunResult) -> int:
+def _outcome(result: RunResult) -> Shown:
     counts = ", ".join(f"{count} {status}" for status, count in sorted(result.counts.items())) or "nothing measured"
     left = f", {result.num_left} left to resume" if result.num_left else ""
     reasons, doubtful = _remarks(result) if result.counts else ({}, {})
     content = {"run_id": result.run_id, "path": str(result.path), "counts": result.counts, "num_left": result.num_left}
     lines = [f"{result.path}: {counts}{left}", *(f"  {count} x {reason}" for reason, count in reasons.items())]
     lines += [f"  {count} ok points with samples of quality {name!r}" for name, count in doubtful.items()]
-    _print(arguments, content | {"reasons": reasons, "doubtful": doubtful}, "\n".join(lines))
-    return 0 if result.complete and "ok" in result.counts and set(result.counts) <= {"ok", "unsupported", "oom"} else 1
+    good = result.complete and "ok" in result.counts and set(result.counts) <= {"ok", "unsupported", "oom"}
+    return content | {"reasons": reasons, "doubtful": doubtful}, "\n".join(lines), 0 if good else 1
 
 
 def _remarks(result: RunResult) -> tuple[dict[str, int], dict[str, int]]:
@@ -131,7 +128,3 @@ def _remarks(result: RunResult) -> tuple[dict[str, int], dict[str, int]]:
     }
     reasons = Counter(failed["status"] + ": " + failed["reason"].astype(str))
     return dict(reasons), dict(sorted(Counter(kind for _, kind in found).items()))
-
-
-def _print(arguments: argparse.Namespace, content: dict[str, Any], text: str) -> None:
-    print(json.dumps(content, indent=2) if arguments.json else text)

@@ -1,7 +1,5 @@
 """The correctness matrix of an attention backend: odd sizes, ragged batches, permuted pages, poisoned outputs."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +19,7 @@ from labkit.shapes import AttentionShape
 Q_LENS, KV_LENS, PAGE_SIZES = (1, 2, 5, 17, 64), (1, 127, 128, 4097), (1, 16, 64)
 GROUP_SIZES, HEAD_DIMS, NUM_KV_HEADS = (1, 4, 6, 8), (64, 128, 256), 2
 DTYPES = (("bfloat16", "bfloat16"), ("float16", "float16"), ("float32", "float32"), ("bfloat16", "float8_e4m3fn"))
+MAX_FAULTS = 3
 
 
 @dataclass
@@ -59,12 +58,10 @@ def full_matrix() -> Iterator[AttentionShape]:
             )  # fmt: skip
 
 
-def check_shapes(
-    backend: str, shapes: Sequence[AttentionShape], *, device: str, page_order: str = "permuted", max_faults: int = 3
-) -> Checked:
+def check_shapes(backend: str, shapes: Sequence[AttentionShape], *, device: str, page_order: str) -> Checked:
     """Compare a backend with the oracle on each shape: output, and lse where it has one.
 
-    Stops after ``max_faults`` wrong shapes. Progress goes to standard error.
+    Stops after `MAX_FAULTS` wrong shapes. Progress goes to standard error.
 
     Raises BackendUnavailable when it cannot run on this machine at all, InputError when there is no such backend.
     """
@@ -85,7 +82,7 @@ def check_shapes(
                 fault = locate(backend, q, cache, spec)
                 where = {"where": str(fault)} | fault._asdict()
             found.faults.append({"shape": str(shape), "problem": str(error)} | where)
-            if len(found.faults) >= max_faults:
+            if len(found.faults) >= MAX_FAULTS:
                 break
     bar.close()
     return found

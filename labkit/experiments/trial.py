@@ -1,9 +1,6 @@
 """`labkit try`: is a backend right, how fast is it here, and how far from the floor and from another backend?"""
 
-from __future__ import annotations
-
 import argparse
-import json
 from itertools import groupby
 from typing import Any
 
@@ -125,7 +122,7 @@ def render(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def run_from_arguments(arguments: argparse.Namespace) -> int:
+def run_from_arguments(arguments: argparse.Namespace) -> tuple[dict[str, Any], str, int]:
     """`labkit try` with parsed arguments. 0 when the backend is right, else 1."""
     if arguments.backend_file:
         from labkit.attention.api import load_backend_file
@@ -135,5 +132,4 @@ def run_from_arguments(arguments: argparse.Namespace) -> int:
         arguments.backend, against=arguments.against, assignments=arguments.assignments, full=arguments.full
     )
     shown = {name: value for name, value in found.items() if name != "text"}
-    print(json.dumps(shown, indent=1, default=str, allow_nan=False) if arguments.json else render(found))
-    return 0 if found["correct"] else 1
+    return shown, render(found), 0 if found["correct"] else 1

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -13,8 +14,8 @@ from matplotlib.lines import Line2D
 from labkit.acceptance import acceptance_table
 from labkit.decide.acceptance_positions import position_table
 from labkit.errors import InputError
-from labkit.plots.canvas import add_header, add_legend, axes_or_new, bars, freeze_layout, marks, new_figure
-from labkit.plots.curves import by_name, interpolate
+from labkit.plots.canvas import axes_or_new, bars, finished, marks, new_figure
+from labkit.plots.curves import by_name, interpolate, one_k
 from labkit.plots.labels import EndLabels
 from labkit.plots.style import (
     INK,
@@ -72,6 +73,11 @@ MEAN_OF_PROMPTS: dict[str, Any] = {
 }
 
 
+def other_definition() -> tuple[Artist, str]:
+    """Legend entry of the marks of `MEAN_OF_PROMPTS`."""
+    return Line2D([], [], **MEAN_OF_PROMPTS), "mean of per-prompt lengths (another definition)"
+
+
 @styled
 def plot_acceptance(
     df: pd.DataFrame,
@@ -101,7 +107,7 @@ def plot_acceptance(
     definition = definition or next(iter(known))
     if definition not in known:
         raise InputError(f"definition: want one of {', '.join(known)}; got {definition!r}")
-    ax, k = axes_or_new(ax), _one_k(df)
+    ax, k = axes_or_new(ax), one_k(df, "acceptance rows")
     names = {str(name): display_name(name, labels) for name in distinct(df, hue)}
     draw(ax, df, k, hue, definition, names, styles or series_styles(names))
     return ax
@@ -178,7 +184,6 @@ def figure_acceptance(
     per_position: str = "unconditional",
     labels: Texts = None,
     width_in: float = TEXT_WIDTH_IN,
-    title: str = "How many drafts are kept",
 ) -> Figure:
     """Acceptance by position, workload and context side by side (stacked at column width), for one k.
 
@@ -204,20 +209,8 @@ def figure_acceptance(
     for ax, along, how in zip(axes, _ALONG, (per_position, definition, definition), strict=True):
         plot_acceptance(rows, along, ax=ax, definition=how, labels=labels, styles=styles)
         ax.set_title(f"by {along.replace('position', 'draft position')}")
-    add_header(figure, title, _describe(rows, k, labels))
-    if definition == "pooled":
-        mark = Line2D([], [], **MEAN_OF_PROMPTS)
-        add_legend(figure, [(mark, "mean of per-prompt lengths (another definition)")])
-    freeze_layout(figure)
-    return figure
-
-
-def _one_k(df: pd.DataFrame) -> int:
-    ks = distinct(df, "num_speculative_tokens")
-    if len(ks) != 1:
-        got = ", ".join(map(str, ks)) or "none"
-        raise InputError(f"acceptance rows: want one num_speculative_tokens per axes; got {got}")
-    return int(ks[0])
+    entries = [other_definition()] if definition == "pooled" else []
+    return finished(figure, "How many drafts are kept", _describe(rows, k, labels), entries)
 
 
 def _describe(rows: pd.DataFrame, k: int, labels: Texts) -> str:

@@ -25,7 +25,7 @@ from labkit.plots.attention_table import (
     slope_us_per_1k,
     verify_q_len,
 )
-from labkit.plots.canvas import add_header, add_legend, axes_or_new, freeze_layout, new_figure
+from labkit.plots.canvas import axes_or_new, finished, new_figure
 from labkit.plots.curves import by_name
 from labkit.plots.labels import EndLabels, Notes
 from labkit.plots.style import (
@@ -34,7 +34,7 @@ from labkit.plots.style import (
     SeriesStyle,
     attention_order,
     context_axis,
-    log_us_axis,
+    log_axis,
     series_styles,
     styled,
 )
@@ -61,16 +61,10 @@ def plot_attention_time(
     changes. The end label has the slope in us per 1,024 tokens, of the last kernel where it changed. Older versions
     of a backend are faint thin lines behind.
 
-    Parameters
-    ----------
-    df
-        Attention rows, one per sample, of one device and shape.
-    q_len
-        Query tokens of the verify call; the largest in ``df`` when None.
-    read_gb_per_s
-        Measured read bandwidth, of all rows or per run_id; without it no floor is drawn.
-    cache_bytes
-        Size of the last-level cache; the contexts whose keys and values fit into it are shaded.
+    df : attention rows, one per sample, of one device and shape.
+    q_len : query tokens of the verify call; the largest in ``df`` when None.
+    read_gb_per_s : measured read bandwidth, of all rows or per run_id; without it no floor is drawn.
+    cache_bytes : size of the last-level cache; the contexts whose keys and values fit into it are shaded.
 
     Raises InputError as `attention_table`, and when ``q_len`` was not measured.
     """
@@ -82,7 +76,7 @@ def plot_attention_time(
         ax.plot(x, y, color="0.0", linewidth=1.2)
         ends.add(x[-1], y[-1], _with_slope("floor", slope_us_per_1k(x, y)), color="0.0")
     ax.set_yscale("log")
-    log_us_axis(ax.yaxis)
+    log_axis(ax.yaxis)
     ax.set_ylabel("attention time per layer (us)")
     return ax
 
@@ -121,19 +115,13 @@ def figure_attention(
     backends: Sequence[str] | None = None,
     labels: Mapping[str, str] | None = None,
     width_in: float = TEXT_WIDTH_IN,
-    title: str = "What verify attention costs",
 ) -> Figure:
     """Time per layer and share of the read bandwidth, side by side (stacked at column width).
 
-    Parameters
-    ----------
-    df
-        Attention rows of one device and shape.
-    sidecars
-        run_id -> sidecar (`labkit.results.load_sidecars`); their calibration has the read bandwidth and the cache
-        size. Without a bandwidth there is only the first panel, without floor.
-    backends
-        Which to draw; None: all, or the first `MAX_BACKENDS` of `labkit.plots.style.attention_order`.
+    df : attention rows of one device and shape.
+    sidecars : run_id -> sidecar (`labkit.results.load_sidecars`); their calibration has the read bandwidth and the
+        cache size. Without a bandwidth there is only the first panel, without floor.
+    backends : which to draw; None: the first `MAX_BACKENDS` of `labkit.plots.style.attention_order`.
 
     Raises InputError as `plot_attention_time`, and when one of ``backends`` was not measured.
     """
@@ -155,7 +143,6 @@ def figure_attention(
         draw(df, ax=ax, **options)
         if stacked and ax is not axes[-1]:
             ax.set_xlabel("")
-    add_header(figure, title, describe(df, bandwidth, labels) + note)
     entries: list[tuple[Artist, str]] = [
         (Line2D([], [], color=INK, linewidth=1.4), f"verify, q_len {options['q_len']}")
     ]
@@ -168,9 +155,7 @@ def figure_attention(
     if caches and fitting_context(table, max(caches)) > table["context_len"].min():
         text = f"keys and values fit in the last-level cache ({max(caches) / 2**20:.0f} MiB)"
         entries.append((Patch(facecolor="0.93", linewidth=0), text))
-    add_legend(figure, entries)
-    freeze_layout(figure)
-    return figure
+    return finished(figure, "What verify attention costs", describe(df, bandwidth, labels) + note, entries)
 
 
 def _chosen(df: pd.DataFrame, backends: Sequence[str] | None) -> tuple[pd.DataFrame, str]:

@@ -27,14 +27,11 @@ def cell_table(df: pd.DataFrame, read_gb_per_s: Bandwidth = None) -> pd.DataFram
 
     ``read_gb_per_s`` is the read bandwidth measured in the same run (1e9 bytes per second), of all rows or per run_id.
 
-    Returns
-    -------
-    DataFrame
-        The columns of `FIXED` that ``df`` has, run_id, backend_digest, backend (with its variant, where one is set),
-        q_len, context_len, kernel, attention_us (median) with attention_us_low and attention_us_high (20th and 80th
-        percentile of the samples), kv_bytes, floor_us (keys and values read once at the measured bandwidth; q and the
-        output are not counted), over_floor (attention_us / floor_us), share (unique bytes per time over that
-        bandwidth), num_programs, num_splits, kv_passes, num_samples. NaN or None where unknown.
+    Returns the columns of `FIXED` that ``df`` has, run_id, backend_digest, backend (with its variant, where one is
+    set), q_len, context_len, kernel, attention_us (median) with attention_us_low and attention_us_high (20th and 80th
+    percentile of the samples), kv_bytes, floor_us (keys and values read once at the measured bandwidth; q and the
+    output are not counted), over_floor (attention_us / floor_us), share (unique bytes per time over that bandwidth),
+    num_programs, num_splits, kv_passes, num_samples. NaN or None where unknown.
 
     Raises InputError when there are no ok rows or a column is missing.
     """

@@ -19,7 +19,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 from labkit.errors import InputError
 from labkit.plots.canvas import axes_or_new, bars, marks
-from labkit.plots.curves import by_name, crossing_text, interpolate, matching_curves, undecided_spans, value_at
+from labkit.plots.curves import by_name, crossing_text, interpolate, matching_curves, one_k, undecided_spans, value_at
 from labkit.plots.labels import EndLabels, Notes
 from labkit.plots.style import (
     INK,
@@ -75,7 +75,7 @@ def plot_breakeven(
     Raises InputError: no cells, more than one k, or a relative step cost that differs by workload at one context
     (draft lengths follow the text then, so each workload needs axes of its own).
     """
-    ax, k = axes_or_new(ax), _one_k(cells)
+    ax, k = axes_or_new(ax), one_k(cells, "cells")
     curves = {name: _cost_curve(rows) for name, rows in by_name(cells, hue)}
     styles, ceiling = styles or series_styles(curves), float(k + 1)
     off_scale = [name for name, curve in curves.items() if (curve["relative_step_cost"] > ceiling).any()]
@@ -115,7 +115,6 @@ def plot_speedup(
     cells: pd.DataFrame,
     *,
     ax: Axes | None = None,
-    hue: str = "verify_backend",
     labels: Mapping[str, str] | None = None,
     styles: Mapping[str, SeriesStyle] | None = None,
 ) -> Axes:
@@ -128,16 +127,16 @@ def plot_speedup(
     batches on one axes).
     """
     ax = axes_or_new(ax)
-    _one_k(cells)
-    styles = styles or series_styles(cells[hue])
+    one_k(cells, "cells")
+    styles = styles or series_styles(cells["verify_backend"])
     context_axis(ax, cells["context_len"].min(), cells["context_len"].max())
     ends = EndLabels(ax)
     ax.axhline(1.0, color="0.0", linewidth=0.9, linestyle=_DOTTED, **_GUIDE)
     ends.add(ax.get_xlim()[1], 1.0, "plain decode", color="0.0")
-    for name, curve in by_name(cells[cells["speedup"].notna()], hue):
+    for name, curve in by_name(cells[cells["speedup"].notna()], "verify_backend"):
         curve = curve.sort_values("context_len")
         if curve["context_len"].duplicated().any():
-            raise InputError(f"cells: want one per context and {hue} on one axes; {name} has several")
+            raise InputError(f"cells: want one per context and verify_backend on one axes; {name} has several")
         style, x = styles[name], curve["context_len"].to_numpy(float)
         fine, (middle, low, high) = interpolate(x, curve, ["speedup", "speedup_low", "speedup_high"])
         _band(ax, fine, low, high, style.color)
@@ -151,15 +150,6 @@ def plot_speedup(
     ax.set_ylim(min(0.47, bottom), max(2.13, top))
     ax.set_ylabel("speed-up over plain decode")
     return ax
-
-
-def _one_k(cells: pd.DataFrame) -> int:
-    if cells.empty:
-        raise InputError("cells: want at least one; got none")
-    ks = sorted(cells["num_speculative_tokens"].unique())
-    if len(ks) > 1:
-        raise InputError(f"cells: want one num_speculative_tokens per axes; got {', '.join(map(str, ks))}")
-    return int(ks[0])
 
 
 def _cost_curve(cells: pd.DataFrame) -> pd.DataFrame:

@@ -94,6 +94,15 @@ def freeze_layout(figure: Figure) -> None:
         figure.set_layout_engine("none")
 
 
+def finished(figure: Figure, title: str, subtitle: str = "", entries: Sequence[tuple[Artist, str]] = ()) -> Figure:
+    """The figure with its header and, of ``entries``, a legend; laid out once and for all."""
+    add_header(figure, title, subtitle)
+    if entries:
+        add_legend(figure, entries)
+    freeze_layout(figure)
+    return figure
+
+
 def add_legend(figure: Figure, entries: Sequence[tuple[Artist, str]]) -> None:
     """A legend under the panels, in as few rows as the width allows."""
     renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]

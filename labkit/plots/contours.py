@@ -7,23 +7,20 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from matplotlib.tri import Triangulation
 
 from labkit.breakeven import Breakeven
 from labkit.errors import InputError
-from labkit.plots.canvas import add_header, add_legend, freeze_layout, marks, new_figure
+from labkit.plots.canvas import finished, marks, new_figure
 from labkit.plots.panels import describe
-from labkit.plots.style import INK, NOTE_SIZE, TEXT_WIDTH_IN, SeriesStyle, context_axis, styled
+from labkit.plots.style import INK, NOTE_SIZE, TEXT_WIDTH_IN, SeriesStyle, context_axis, styled, ticks_at
 from labkit.plots.verdict import fullest_k, imposed_note
 
 _FEWEST_BATCHES = 4
 
 
 @styled
-def figure_contours(
-    result: Breakeven, *, num_speculative_tokens: int | None = None, width_in: float = TEXT_WIDTH_IN
-) -> Figure:
+def figure_contours(result: Breakeven) -> Figure:
     """Break-even length over context x batch, one panel per verify backend: lines of equal needed length.
 
     With fewer than four batch sizes the length is printed at each cell instead.
@@ -31,35 +28,31 @@ def figure_contours(
     Dots are the measured cells; filled where speculation pays, hollow where it loses or cannot pay, crosses where it is
     undecided or no acceptance is known. Nothing is drawn outside the measured cells.
 
-    num_speculative_tokens : k; when None the one that was measured at most contexts and batch sizes, of equals the
-        largest.
+    Of the k that was measured at most contexts and batch sizes, of equals the largest.
 
     Raises InputError: fewer than two contexts or two batch sizes, at which no contour can be drawn.
     """
     cells = result.cells[result.cells["relative_step_cost"].notna()]
-    k = fullest_k(cells) if num_speculative_tokens is None else num_speculative_tokens
+    k = fullest_k(cells)
     cells = cells[cells["num_speculative_tokens"] == k]
     spans = cells.groupby("verify_backend", sort=False)[["context_len", "batch_size"]].nunique()
     backends = list(spans.index[(spans > 1).all(axis=1)])[:4]
     if not backends:
         found = f"{cells['context_len'].nunique()} context(s) and {cells['batch_size'].nunique()} batch size(s)"
         raise InputError(f"contours: want two contexts and two batch sizes of a backend at k = {k}; got {found}")
-    figure = new_figure(width_in, 3.1)
+    figure = new_figure(TEXT_WIDTH_IN, 3.1)
     axes = figure.subplots(1, len(backends), squeeze=False, sharey=True)[0]
     for ax, backend in zip(axes, backends, strict=True):
         _contour(ax, cells[cells["verify_backend"] == backend])
         ax.set_title(backend)
     axes[0].set_ylabel("batch size (requests)")
     about = describe(cells, result.baseline) + imposed_note(cells)
-    add_header(figure, f"Acceptance length that a step must yield, k = {k}", about)
     shapes = [("o", INK, "pays"), ("o", "white", "loses or cannot pay"), ("x", INK, "undecided or unknown")]
     entries: list[Any] = [
         (Line2D([], [], linestyle="", marker=marker, color=INK, markerfacecolor=face, markersize=4), text)
         for marker, face, text in shapes
     ]
-    add_legend(figure, entries)
-    freeze_layout(figure)
-    return figure
+    return finished(figure, f"Acceptance length that a step must yield, k = {k}", about, entries)
 
 
 def _contour(ax: Axes, cells: pd.DataFrame) -> None:
@@ -72,14 +65,8 @@ def _contour(ax: Axes, cells: pd.DataFrame) -> None:
     else:  # lines between so few rows would show the triangles, not the cost
         context_axis(ax, x.min() / 1.3, x.max() * 1.3)
         for place in zip(x, y, cost, strict=True):
-            ax.annotate(
-                f"{place[2]:.2f}" if place[2] < 9.995 else f"{place[2]:.1f}",
-                place[:2],
-                (0, 4),
-                textcoords="offset points",
-                ha="center",
-                size=5.5,
-            )
+            text = f"{place[2]:.2f}" if place[2] < 9.995 else f"{place[2]:.1f}"
+            ax.annotate(text, place[:2], (0, 4), textcoords="offset points", ha="center", size=5.5)
     for kind, rows in cells.groupby("verdict"):
         known = rows["mean_acceptance_length"].notna() | (rows["verdict"] == "cannot_pay")
         for part, marker in ((rows[known], "x" if kind == "undecided" else "o"), (rows[~known], "x")):
@@ -89,9 +76,7 @@ def _contour(ax: Axes, cells: pd.DataFrame) -> None:
                 marks(ax, part["context_len"], part["batch_size"], look, hollow=hollow, size=3.4)
     ax.set_yscale("log", base=2)
     ax.set_ylim(y.min() / 1.25, y.max() * 1.45)
-    ax.yaxis.set_major_locator(FixedLocator(sorted(set(y))))
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    ax.yaxis.set_minor_locator(NullLocator())
+    ticks_at(ax.yaxis, y)
 
 
 def _contour_lines(ax: Axes, x: np.ndarray, y: np.ndarray, cost: np.ndarray) -> None:

@@ -7,14 +7,23 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from labkit.errors import InputError
 from labkit.plots.style import format_tokens_range
-from labkit.rows import key_value
+from labkit.rows import distinct, key_value
 
 
 def by_name(frame: pd.DataFrame, column: str) -> Iterator[tuple[str, pd.DataFrame]]:
     """Groups of a text column in order of appearance; a missing value is a group named ``None``."""
     for name, rows in frame.groupby(column, dropna=False, sort=False):
         yield "None" if pd.isna(name) else str(name), rows
+
+
+def one_k(rows: pd.DataFrame, what: str) -> int:
+    """The k of rows that share an axes. Raises InputError: no rows, or several k."""
+    ks = distinct(rows, "num_speculative_tokens")
+    if len(ks) != 1:
+        raise InputError(f"{what}: want one num_speculative_tokens per axes; got {', '.join(map(str, ks)) or 'none'}")
+    return int(ks[0])
 
 
 def interpolate(

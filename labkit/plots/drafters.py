@@ -1,17 +1,14 @@
 """Drafters side by side: what each has accepted, where, and what its drafts cost."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
 from labkit.acceptance import acceptance_table
 from labkit.errors import InputError
-from labkit.plots.acceptance import MEAN_OF_PROMPTS, Styles, Texts, plot_acceptance
-from labkit.plots.canvas import add_header, add_legend, axes_or_new, bars, freeze_layout, marks, new_figure
+from labkit.plots.acceptance import Styles, other_definition, plot_acceptance
+from labkit.plots.canvas import axes_or_new, bars, finished, marks, new_figure
 from labkit.plots.labels import EndLabels
 from labkit.plots.style import TEXT_WIDTH_IN, display_name, series_styles, styled
 from labkit.rows import distinct, listed, ok_rows
@@ -75,51 +72,36 @@ def plot_length_against_draft_cost(acceptance: pd.DataFrame, loop: pd.DataFrame,
 
 
 @styled
-def figure_pareto(acceptance: pd.DataFrame, loop: pd.DataFrame, *, width_in: float = 3.6) -> Figure:
+def figure_pareto(acceptance: pd.DataFrame, loop: pd.DataFrame) -> Figure:
     """`plot_length_against_draft_cost` of one target and temperature, with a header that says which."""
-    figure = new_figure(width_in, 3.0)
+    figure = new_figure(3.6, 3.0)
     plot_length_against_draft_cost(acceptance, loop, ax=figure.subplots())
     device = f"{listed(acceptance, 'target')} · costs on {listed(loop, 'gpu')}"
-    add_header(figure, "What a draft yields for its time", device)
-    freeze_layout(figure)
-    return figure
+    return finished(figure, "What a draft yields for its time", device)
 
 
 @styled
-def figure_drafters(
-    df: pd.DataFrame,
-    *,
-    num_speculative_tokens: int | None = None,
-    labels: Texts = None,
-    width_in: float = TEXT_WIDTH_IN,
-    title: str = "Which drafter has how much accepted",
-) -> Figure:
-    """Acceptance by position, in all, and by context, a colour per drafter, pooled over workloads, for one k.
+def figure_drafters(df: pd.DataFrame) -> Figure:
+    """Acceptance by position, in all, and by context, a colour per drafter, pooled over workloads.
 
-    num_speculative_tokens : k to show; the largest that all drafters have when None.
-
-    Raises InputError: rows of several targets or temperatures, or a k that no drafter has.
+    Of the largest k that all drafters have. Raises InputError: rows of several targets or temperatures, or no such k.
     """
     for name in ("target", "temperature"):
         if len(distinct(df, name)) > 1:
             raise InputError(f"acceptance rows: want one {name}; got {listed(df, name)}; select one first")
     ks = [set(distinct(rows, "num_speculative_tokens")) for _, rows in df.groupby("drafter")]
     shared = sorted(set.intersection(*ks)) if ks else []
-    if not shared or num_speculative_tokens not in (None, *shared):
-        raise InputError(
-            f"num_speculative_tokens: want one that all drafters have, {shared}; got {num_speculative_tokens}"
-        )
-    k = int(shared[-1] if num_speculative_tokens is None else num_speculative_tokens)
+    if not shared:
+        raise InputError("num_speculative_tokens: want one that all drafters have; there is none")
+    k = int(shared[-1])
     rows = df[df["num_speculative_tokens"] == k]
-    names = {str(name): drafter_label(str(name)) for name in distinct(rows, "drafter")} | dict(labels or {})
+    names = {str(name): drafter_label(str(name)) for name in distinct(rows, "drafter")}
     styles: Styles = series_styles(distinct(rows, "drafter"))
-    figure = new_figure(width_in, 2.9)
+    figure = new_figure(TEXT_WIDTH_IN, 2.9)
     titles = {"position": "by draft position", "workload": "in all", "context": "by context"}
     for ax, (along, name) in zip(figure.subplots(1, 3), titles.items(), strict=True):
         plot_acceptance(rows, along, ax=ax, hue="drafter", labels=names, styles=styles)
         ax.set_title(name)
-    workloads = ", ".join(display_name(name, labels) for name in distinct(rows, "workload"))
-    add_header(figure, title, f"{listed(rows, 'target', labels)} · k = {k} · {workloads} · 95 % intervals over prompts")
-    add_legend(figure, [(Line2D([], [], **MEAN_OF_PROMPTS), "mean of per-prompt lengths (another definition)")])
-    freeze_layout(figure)
-    return figure
+    workloads = ", ".join(display_name(name, None) for name in distinct(rows, "workload"))
+    about = f"{listed(rows, 'target')} · k = {k} · {workloads} · 95 % intervals over prompts"
+    return finished(figure, "Which drafter has how much accepted", about, [other_definition()])

@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from labkit.errors import InputError
-from labkit.plots.canvas import add_header, bars, freeze_layout, marks, new_figure
+from labkit.plots.canvas import bars, finished, marks, new_figure
 from labkit.plots.labels import EndLabels
 from labkit.plots.style import MUTED, NOTE_SIZE, TEXT_WIDTH_IN, context_axis, series_styles, styled
 from labkit.rows import listed
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 
 
 @styled
-def figure_engine_cost(truth: EngineTruth, *, k: int | None = None, width_in: float = TEXT_WIDTH_IN) -> Figure:
+def figure_engine_cost(truth: EngineTruth) -> Figure:
     """Relative step cost (break-even acceptance length, tokens per step) over context, a panel per batch size.
 
     Lines and points with bars: measured inside the engine; large open points: predicted; dotted: imposed acceptance
-    lengths, below which a backend's cost must lie to pay. k : the smallest measured when None.
+    lengths, below which a backend's cost must lie to pay. Of the smallest k.
 
     Raises InputError: no measured cell.
     """
     cells = truth.cells
     if cells.empty:
         raise InputError(truth.missing)
-    k = k or int(cells["num_speculative_tokens"].min())
+    k = int(cells["num_speculative_tokens"].min())
     cells = cells[cells["num_speculative_tokens"] == k]
     batches, styles = sorted(cells["batch_size"].unique()), series_styles(sorted(cells["setting"].unique()))
-    figure = new_figure(width_in, 3.1)
+    figure = new_figure(TEXT_WIDTH_IN, 3.1)
     axes = figure.subplots(1, len(batches), sharey=True, squeeze=False)[0]
     for ax, batch in zip(axes, batches, strict=True):
         ends = EndLabels(ax)
@@ -56,17 +56,12 @@ def figure_engine_cost(truth: EngineTruth, *, k: int | None = None, width_in: fl
         ax.set_ylim(0.9, max(cells["relative_step_cost"].max(), truth.lengths[-1]) * 1.25)
     axes[0].set_ylabel("break-even acceptance length\n(tokens per step)")
     about = [listed(cells, name) for name in ("engine", "engine_version", "gpu", "target")]
-    add_header(
-        figure,
-        "What a speculative step costs inside an engine",
-        f"{' · '.join(about)} · k = {k} · filled: measured, large open: predicted",
-    )
-    freeze_layout(figure)
-    return figure
+    about += [f"k = {k}", "filled: measured, large open: predicted"]
+    return finished(figure, "What a speculative step costs inside an engine", " · ".join(about))
 
 
 @styled
-def figure_engine_prediction(truth: EngineTruth, *, width_in: float = TEXT_WIDTH_IN) -> Figure:
+def figure_engine_prediction(truth: EngineTruth) -> Figure:
     """Predicted against measured relative step cost, log axes; the band is the tolerance, hollow cells were fitted.
 
     Raises InputError: no cell with a prediction.
@@ -76,7 +71,7 @@ def figure_engine_prediction(truth: EngineTruth, *, width_in: float = TEXT_WIDTH
     if cells.empty:
         raise InputError(truth.missing)
     styles = series_styles(sorted(cells["setting"].unique()))
-    figure = new_figure(width_in * 0.62, 3.6)
+    figure = new_figure(TEXT_WIDTH_IN * 0.62, 3.6)
     ax = figure.subplots()
     both = cells[["relative_step_cost", "predicted"]]
     ends = np.array([both.min().min() / 1.15, both.max().max() * 1.15])
@@ -100,6 +95,4 @@ def figure_engine_prediction(truth: EngineTruth, *, width_in: float = TEXT_WIDTH
     ax.legend(loc="upper left", frameon=False, fontsize=NOTE_SIZE)
     about = [listed(cells, name) for name in ("engine", "gpu", "target")]
     about += [f"band {100 * truth.tolerance:.0f} %; hollow: fitted at the shortest context"]
-    add_header(figure, "Foretold from kernels and forwards", " · ".join(about))
-    freeze_layout(figure)
-    return figure
+    return finished(figure, "Foretold from kernels and forwards", " · ".join(about))

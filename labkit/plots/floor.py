@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 from labkit.errors import InputError
 from labkit.plots.attention import describe
 from labkit.plots.attention_table import Bandwidth, attention_table, cell_table, read_bandwidths, verify_q_len
-from labkit.plots.canvas import add_header, freeze_layout, new_figure
-from labkit.plots.style import INK, NOTE_SIZE, TEXT_WIDTH_IN, format_tokens, log_us_axis, series_styles, signed, styled
+from labkit.plots.canvas import finished, new_figure
+from labkit.plots.style import INK, NOTE_SIZE, TEXT_WIDTH_IN, format_tokens, log_axis, series_styles, signed, styled
 
 # Each rung changes one thing of the rung before.
 LADDER: Mapping[str, str] = {
@@ -31,17 +31,16 @@ def figure_over_floor(
     df: pd.DataFrame,
     *,
     sidecars: Sidecars,
-    q_len: int | None = None,
     labels: Mapping[str, str] | None = None,
     width_in: float = TEXT_WIDTH_IN,
 ) -> Figure:
-    """Time over the floor as a table of backend and context, at ``q_len`` (the largest when None), best backend on top.
+    """Time over the floor as a table of backend and context, at the largest q_len, best backend on top.
 
     Raises InputError as `labkit.plots.attention.plot_attention_time`, and without a read bandwidth.
     """
     bandwidth = read_bandwidths(sidecars)
     table = attention_table(df, bandwidth)
-    q_len = verify_q_len(table, q_len)
+    q_len = verify_q_len(table, None)
     table = table[table["newest"] & (table["q_len"] == q_len)]
     if table["over_floor"].isna().all():
         raise InputError("time over the floor: want the read bandwidth of a run; none was measured")
@@ -62,9 +61,7 @@ def figure_over_floor(
     ax.tick_params(length=0)
     ax.grid(visible=False)
     ax.spines[:].set_visible(False)
-    add_header(figure, f"Attention time over the floor, q_len {q_len}", describe(df, bandwidth, labels))
-    freeze_layout(figure)
-    return figure
+    return finished(figure, f"Attention time over the floor, q_len {q_len}", describe(df, bandwidth, labels))
 
 
 def _spaced(contexts: pd.Index, most: int) -> list[float]:
@@ -101,17 +98,15 @@ def figure_ladder(
     df: pd.DataFrame,
     *,
     sidecars: Sidecars,
-    q_len: int | None = None,
-    context_len: float | None = None,
     labels: Mapping[str, str] | None = None,
     width_in: float = TEXT_WIDTH_IN,
 ) -> Figure:
     """A waterfall of `ladder_table`, us on a log axis: each bar is what one change takes away (or adds).
 
-    Parameters and errors as `ladder_table`.
+    Raises InputError as `ladder_table`.
     """
     bandwidth = read_bandwidths(sidecars)
-    table = ladder_table(df, bandwidth, q_len=q_len, context_len=context_len)
+    table = ladder_table(df, bandwidth)
     figure = new_figure(width_in, 1.15 + 0.42 * len(table))
     ax = figure.subplots()
     color, before = series_styles(["triton_split"])["triton_split"].color, table["attention_us"].iloc[0]
@@ -132,13 +127,12 @@ def figure_ladder(
     ax.set_xscale("log")
     ax.set(xlim=(low, table["attention_us"].max() * (5 if width_in > 5 else 12)), ylim=(len(table) - 0.45, -0.55))
     ax.set_yticks([])
-    log_us_axis(ax.xaxis)
+    log_axis(ax.xaxis)
     ax.spines["left"].set_visible(False)  # nothing starts there: a log axis has no zero
     ax.set_xlabel("attention time per layer (us)\nblack: floor, keys and values read once")
     ax.grid(visible=False, axis="y")
     where = f"q_len {table['q_len'].iloc[0]}, context {format_tokens(table['context_len'].iloc[0])} · "
     missing = [name for name in LADDER if name not in set(table["backend"])]
     note = f" · not measured there: {', '.join(missing)}" if missing else ""
-    add_header(figure, "From the slow kernel to the fast one", where + describe(df, bandwidth, labels) + note)
-    freeze_layout(figure)
-    return figure
+    about = where + describe(df, bandwidth, labels) + note
+    return finished(figure, "From the slow kernel to the fast one", about)

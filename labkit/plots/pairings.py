@@ -5,16 +5,16 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from labkit.decide.forward_costs import FREE
 from labkit.decide.pairings import Pairing, is_measured, measured_pairings, pairing_cells
 from labkit.errors import InputError
-from labkit.plots.canvas import add_header, add_legend, freeze_layout, new_figure
+from labkit.plots.canvas import finished, new_figure
 from labkit.plots.curves import crossing_text
 from labkit.plots.labels import EndLabels, Notes
 from labkit.plots.step import COMPONENT_OF, COMPONENTS, MAX_PAIRS, default_k, describe
@@ -25,6 +25,7 @@ from labkit.plots.style import (
     SeriesStyle,
     context_axis,
     format_tokens,
+    log_axis,
     series_styles,
     styled,
 )
@@ -39,10 +40,6 @@ def figure_pairings(
     *,
     acceptance_length: float,
     pairings: Sequence[Pairing] | None = None,
-    num_speculative_tokens: int | None = None,
-    drafter: str = FREE,
-    width_in: float = TEXT_WIDTH_IN,
-    title: str = "Only the pairing changes: what a step costs, and up to where it pays",
 ) -> Figure:
     """Left: the speculative step (solid) and the pairing's plain decode (dashed), ms. Right: their ratio, 95% band.
 
@@ -57,7 +54,7 @@ def figure_pairings(
     for name in ("gpu", "target", "batch_size", "weight_dtype"):
         if step_rows.loc[step_rows["status"] == "ok", name].nunique() > 1:
             raise InputError(f"step rows: one figure holds one {name}; select one first")
-    k = default_k(step_rows) if num_speculative_tokens is None else num_speculative_tokens
+    k = default_k(step_rows)
     pairings = list(pairings or measured_pairings(step_rows)[:MAX_PAIRS])
     measured = {
         str(dtype): [pairing for pairing in pairings if is_measured(rows, pairing, k)]
@@ -66,49 +63,38 @@ def figure_pairings(
     measured = {dtype: own for dtype, own in measured.items() if own}
     if not measured:
         raise InputError(f"pairings: none of {', '.join(p.label for p in pairings)} was measured at k = {k}")
-    figure = new_figure(width_in, 1.2 + 2.2 * len(measured))
+    figure = new_figure(TEXT_WIDTH_IN, 1.2 + 2.2 * len(measured))
     axes = figure.subplots(len(measured), 2, squeeze=False, sharex=True, sharey="col")
     styles = series_styles([pairing.label for pairing in pairings])
     for row, (dtype, own) in enumerate(measured.items()):
         rows = step_rows[step_rows["kv_dtype"] == dtype]
         options: dict[str, Any] = {"num_speculative_tokens": k, "acceptance_length": acceptance_length}
         curves = [
-            (pairing, *pairing_cells(rows, pairing, drafter=drafter, **options), pairing_cells(
-                rows, pairing, drafter=drafter, baseline="own", **options)[0])
-            for pairing in own
-        ]  # fmt: skip
+            (one, *pairing_cells(rows, one, **options), pairing_cells(rows, one, baseline="own", **options)[0])
+            for one in own
+        ]
         _draw_times(axes[row][0], curves, styles)
         _draw_ratios(axes[row][1], curves, styles, acceptance_length)
         missing = ", ".join(pairing.label for pairing in pairings if pairing not in own)
         axes[row][0].set_title(f"{dtype} KV" + (f" (not measured: {missing})" if missing else ""))
         for ax in axes[row] if row < len(measured) - 1 else ():
             ax.set_xlabel("")
-    add_header(figure, title, _subtitle(step_rows, k, acceptance_length, drafter, pairings))
-    solid, dashed = _line(1.4), _line(0.9, linestyle=_DASHED)
-    add_legend(figure, [
+    solid = Line2D([], [], color=INK, linewidth=1.4)
+    dashed = Line2D([], [], color=INK, linewidth=0.9, linestyle=_DASHED)
+    entries: list[tuple[Artist, str]] = [
         (solid, "left: speculative step; right: over the fastest plain decode"),
         (dashed, "left: the pairing's plain decode; right: over the pairing's own plain decode"),
-    ])  # fmt: skip
-    freeze_layout(figure)
-    return figure
+    ]
+    title = "Only the pairing changes: what a step costs, and up to where it pays"
+    return finished(figure, title, _subtitle(step_rows, k, acceptance_length, pairings), entries)
 
 
-def _line(width: float, **look: Any) -> Line2D:
-    return Line2D([], [], color=INK, linewidth=width, **look)
-
-
-def _subtitle(
-    step_rows: pd.DataFrame, k: int, acceptance_length: float, drafter: str, pairings: Sequence[Pairing]
-) -> str:
+def _subtitle(step_rows: pd.DataFrame, k: int, acceptance_length: float, pairings: Sequence[Pairing]) -> str:
     table = forward_table(one_setting(step_rows))
     if step_rows["kv_dtype"].nunique() > 1:
         table = table.assign(kv_dtype=" and ".join(sorted(step_rows["kv_dtype"].dropna().unique())))
-    return " · ".join(
-        [
-            describe(table, k, acceptance_length, drafter),
-            *(f"{p.label}: {p.decode_backend} decodes, {p.verify_backend} verifies" for p in pairings),
-        ]
-    )
+    roles = (f"{p.label}: {p.decode_backend} decodes, {p.verify_backend} verifies" for p in pairings)
+    return " · ".join([describe(table, k, acceptance_length, FREE), *roles])
 
 
 _Curve = tuple[Pairing, pd.DataFrame, list[dict[str, Any]], pd.DataFrame]
@@ -157,10 +143,7 @@ def _draw_ratios(ax: Axes, curves: Sequence[_Curve], styles: dict[str, SeriesSty
 def _log_axis(ax: Axes, base: int) -> None:
     ax.set_yscale("log", base=base)
     low, high = ax.get_ylim()
-    subs = (1.0, 2.0, 5.0) if base == 10 and high / low < 1000 else (1.0,)
-    ax.yaxis.set_major_locator(LogLocator(base=base, subs=subs, numticks=12))
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-    ax.yaxis.set_minor_formatter(NullFormatter())
+    log_axis(ax.yaxis, base, (1.0, 2.0, 5.0) if base == 10 and high / low < 1000 else (1.0,))
 
 
 def ladder_table(
@@ -208,13 +191,13 @@ def _draw_rung(ax: Axes, place: int, row: pd.Series, whole: float) -> set[str]:
 
 
 @styled
-def figure_step_ladder(step_rows: pd.DataFrame, *, width_in: float = TEXT_WIDTH_IN, **cell: Any) -> Figure:
+def figure_step_ladder(step_rows: pd.DataFrame, **cell: Any) -> Figure:
     """`ladder_table` as bars. Left: ms, with the gains over the rung above. Right: the share of each part.
 
     cell : context_len, q_len and sidecars as `ladder_table` takes them. Raises InputError as `ladder_table`.
     """
     table = ladder_table(step_rows, **cell)
-    figure = new_figure(width_in, 1.3 + 0.3 * len(table))
+    figure = new_figure(TEXT_WIDTH_IN, 1.3 + 0.3 * len(table))
     left_ax, right_ax = figure.subplots(1, 2, sharey=True, width_ratios=(1.6, 1.0))
     longest, drawn = table["forward_ms"].max(), set()
     for place, (_, row) in enumerate(table.iterrows()):
@@ -236,12 +219,9 @@ def figure_step_ladder(step_rows: pd.DataFrame, *, width_in: float = TEXT_WIDTH_
     where = f"context {format_tokens(first['context_len'])}, q_len {first['q_len']}, batch {first['batch_size']}"
     setting = f"{first['gpu']} · {first['target']} · {first['weight_dtype']} weights, {first['kv_dtype']} KV"
     note = "gains are over the bar above"
-    add_header(figure, "A faster kernel is not a faster step", f"{setting} · {where} · {note}")
     entries: list[tuple[Any, str]] = [
         (Patch(facecolor=COMPONENTS[name], linewidth=0), name) for name in COMPONENTS if name in drawn
     ]
     if np.isfinite(first["floor_ms"]):
         entries.append((Line2D([], [], color="0.0", linewidth=1.2), "floor: weights, states, keys and values once"))
-    add_legend(figure, entries)
-    freeze_layout(figure)
-    return figure
+    return finished(figure, "A faster kernel is not a faster step", f"{setting} · {where} · {note}", entries)

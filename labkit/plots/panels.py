@@ -16,7 +16,7 @@ from labkit.breakeven import CURVE_COLUMNS, Breakeven
 from labkit.decide.cause import breakeven_floor
 from labkit.errors import InputError
 from labkit.plots.breakeven import ACCEPTANCE_ORIGINS, plot_breakeven, plot_speedup
-from labkit.plots.canvas import add_header, add_legend, freeze_layout, new_figure
+from labkit.plots.canvas import finished, new_figure
 from labkit.plots.style import INK, TEXT_WIDTH_IN, display_name, series_styles, styled
 from labkit.rows import listed, matching
 
@@ -32,7 +32,6 @@ def figure_breakeven(
     *,
     labels: Mapping[str, str] | None = None,
     width_in: float = TEXT_WIDTH_IN,
-    title: str = "Where speculative decoding pays",
     lengths: Mapping[str, float] | None = None,
 ) -> Figure:
     """Break-even against context: one panel per k, batch size and, where the cost follows the text, workload.
@@ -52,19 +51,13 @@ def figure_breakeven(
 
     panels = _panel_columns(cells)
     figure = _facets(cells, panels, draw, labels, width_in)
-    add_header(figure, title, describe(cells, result.baseline, labels=labels, without=panels))
-    _legend(figure, cells)
-    freeze_layout(figure)
-    return figure
+    about = describe(cells, result.baseline, labels=labels, without=panels)
+    return finished(figure, "Where speculative decoding pays", about, _legend(cells))
 
 
 @styled
 def figure_speedup(
-    result: Breakeven,
-    *,
-    labels: Mapping[str, str] | None = None,
-    width_in: float = TEXT_WIDTH_IN,
-    title: str = "Speed-up over plain decode",
+    result: Breakeven, *, labels: Mapping[str, str] | None = None, width_in: float = TEXT_WIDTH_IN
 ) -> Figure:
     """Speed-up against context, one panel per k, batch size and workload that vary. Raises as `figure_breakeven`."""
     cells = result.cells[result.cells["speedup"].notna()]
@@ -74,10 +67,9 @@ def figure_speedup(
 
     panels = _varying(cells, FACETS)
     figure = _facets(cells, panels, draw, labels, width_in)
-    add_header(figure, title, describe(cells, result.baseline, labels=labels, without=panels))
     _share_limits([ax for ax in figure.axes if ax.get_visible()])
-    freeze_layout(figure)
-    return figure
+    about = describe(cells, result.baseline, labels=labels, without=panels)
+    return finished(figure, "Speed-up over plain decode", about)
 
 
 def _varying(cells: pd.DataFrame, names: Sequence[str]) -> list[str]:
@@ -177,7 +169,7 @@ def describe(
     return " · ".join([*parts, f"baseline: {names.get(baseline, f'plain decode, {decode}')}"])
 
 
-def _legend(figure: Figure, cells: pd.DataFrame) -> None:
+def _legend(cells: pd.DataFrame) -> list[tuple[Artist, str]]:
     """What curves, markers and shading mean, in one row under the panels."""
     drawn = set(cells.loc[cells["mean_acceptance_length"].notna(), "origin"])
     acceptance: dict[str, Any] = {"color": INK, "linewidth": 0.7, "marker": "D", "markersize": 4.0}
@@ -191,4 +183,4 @@ def _legend(figure: Figure, cells: pd.DataFrame) -> None:
     if (cells["origin"] == "modelled").any():
         entries.append((Line2D([], [], color=INK, linewidth=1.4, linestyle=(0, (4.0, 1.8))), "modelled"))
     entries.append((Patch(facecolor="none", edgecolor="0.45", hatch="/////", linewidth=0), "undecided (95 %)"))
-    add_legend(figure, entries)
+    return entries

@@ -15,7 +15,7 @@ from matplotlib.patches import Patch
 from labkit.decide.forward_costs import FREE, draft_forwards
 from labkit.decide.pairings import Pairing, drafter_rows, measured_pairings, pairing_cells
 from labkit.errors import InputError
-from labkit.plots.canvas import add_header, add_legend, freeze_layout, new_figure
+from labkit.plots.canvas import finished, new_figure
 from labkit.plots.style import INK, MUTED, NOTE_SIZE, TEXT_WIDTH_IN, format_tokens, signed, styled, text_color
 from labkit.rows import matching
 from labkit.steps.table import PARTS, Sidecars, forward_table, one_setting
@@ -104,36 +104,27 @@ def figure_step_parts(
     *,
     acceptance_length: float,
     sidecars: Sidecars | None = None,
-    pairings: Sequence[Pairing] | None = None,
-    contexts: Sequence[float] | None = None,
-    num_speculative_tokens: int | None = None,
     drafter: str = FREE,
-    baseline: str = "fastest",
     width_in: float = TEXT_WIDTH_IN,
-    title: str = "Where the step goes",
 ) -> Figure:
-    """One panel per context: for each pairing the plain decode and the speculative step, ms, stacked by component.
+    """One panel per context: for each pairing the fastest plain decode and the speculative step, ms, by component.
 
     The dashed line across a pair is ``acceptance_length`` (imposed) times the plain decode of the pair: a step under it
     pays. The printed margin is that line less the step; the verdict is `labkit.breakeven`'s.
 
-    baseline : the plain decode of a pair: "fastest" of the cell, or "own", on the pairing's decode backend.
-    step_rows : of the setting (target, batch size, dtypes) with most forwards; select others first.
-    pairings : default the first `MAX_PAIRS` of `measured_pairings`.
-    contexts : default `MAX_PANELS` of those that all pairings have, evenly spread.
+    step_rows : of the setting (target, batch size, dtypes) with most forwards; select others first. Drawn are the first
+        `MAX_PAIRS` of `measured_pairings` at `default_k`, and `MAX_PANELS` of their common contexts, evenly spread.
 
     Raises InputError: nothing to draw, or a forward that was not measured.
     """
     step_rows = one_setting(step_rows)
     table = forward_table(step_rows, sidecars)
-    k = default_k(step_rows) if num_speculative_tokens is None else num_speculative_tokens
-    pairings = list(pairings or measured_pairings(step_rows)[:MAX_PAIRS])
+    k, pairings = default_k(step_rows), measured_pairings(step_rows)[:MAX_PAIRS]
     options: dict[str, Any] = {"num_speculative_tokens": k, "drafter": drafter}
     cells = pd.concat(
-        pairing_cells(step_rows, pairing, acceptance_length=acceptance_length, baseline=baseline, **options)[0]
-        for pairing in pairings
+        pairing_cells(step_rows, pairing, acceptance_length=acceptance_length, **options)[0] for pairing in pairings
     )
-    contexts = list(contexts or _spread_contexts(cells, len(pairings)))
+    contexts = _spread_contexts(cells, len(pairings))
     figure = new_figure(width_in, 3.3 if width_in > 5 else 1.0 + 2.2 * len(contexts))
     shape = (1, len(contexts)) if width_in > 5 else (len(contexts), 1)
     axes = figure.subplots(*shape, squeeze=False).ravel()
@@ -151,9 +142,7 @@ def figure_step_parts(
     for ax in axes[: 1 if width_in > 5 else None]:
         ax.set_ylabel("time of a step (ms)")
     decoders = ", ".join(sorted({name for names in cells["decode_backend"].dropna() for name in names.split("|")}))
-    whose = "fastest plain decode" if baseline == "fastest" else "the pairing's plain decode"
-    note = f" · left bar: {whose} ({decoders}), right bar: speculative step"
-    add_header(figure, title, describe(table, k, acceptance_length, drafter) + note)
+    note = f" · left bar: fastest plain decode ({decoders}), right bar: speculative step"
     entries: list[tuple[Any, str]] = [
         (Patch(facecolor=color, linewidth=0), name) for name, color in COMPONENTS.items() if name in drawn
     ]
@@ -161,9 +150,8 @@ def figure_step_parts(
         entries.append((Patch(**_HATCH), "residual: not explained by the parts"))
     dashes = Line2D([], [], color=INK, linestyle=(0, (3, 2)), linewidth=1.0)
     entries.append((dashes, f"{acceptance_length:g} x plain decode: a step under it pays"))
-    add_legend(figure, entries)
-    freeze_layout(figure)
-    return figure
+    about = describe(table, k, acceptance_length, drafter) + note
+    return finished(figure, "Where the step goes", about, entries)
 
 
 def _spread_contexts(cells: pd.DataFrame, num_pairings: int) -> list[float]:
@@ -200,14 +188,11 @@ def _draw_line(ax: Axes, place: int, line_ms: float, step_ms: float, cell: pd.Se
     ax.plot([place - 0.44, place + 0.44], [line_ms] * 2, color=INK, linestyle=(0, (3, 2)), linewidth=1.0)
     verdict = {"cannot_pay": "loses"}.get(cell["verdict"], cell["verdict"])
     color = {"pays": _PAYS, "loses": _LOSES}.get(verdict, MUTED)
-    text = f"{verdict}\n{_signed(line_ms - step_ms)} ms"
+    margin = line_ms - step_ms
+    text = f"{verdict}\n{signed(margin, 0 if abs(margin) >= 99.5 else 1 if abs(margin) >= 9.95 else 2)} ms"
     look: dict[str, Any] = {"ha": "center", "va": "bottom", "size": NOTE_SIZE, "linespacing": 1.1}
     shade = text_color(color) if color != MUTED else MUTED
     ax.annotate(text, (place, max(line_ms, step_ms)), (0, 2), textcoords="offset points", color=shade, **look)
-
-
-def _signed(value: float) -> str:
-    return signed(value, 0 if abs(value) >= 99.5 else 1 if abs(value) >= 9.95 else 2)
 
 
 def _finish(ax: Axes, context: float, pairings: Sequence[Pairing]) -> None:

@@ -6,7 +6,7 @@ and outside the context it silently falls back to Type 3 fonts and outlined text
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
@@ -15,7 +15,7 @@ import matplotlib.style
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.colors import to_rgb
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 COLUMN_WIDTH_IN = 3.4
 TEXT_WIDTH_IN = 7.0
@@ -203,6 +203,13 @@ def context_axis(ax: Axes, low: float, high: float) -> None:
     ax.set_xlabel("context length (tokens)")
 
 
+def ticks_at(axis: Axis, values: Iterable[float]) -> None:
+    """Ticks at these values alone, once the scale of an axis is set."""
+    axis.set_major_locator(FixedLocator(sorted(set(values))))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_locator(NullLocator())
+
+
 def signed(value: float, digits: int) -> str:
     """``+1,234.5`` or ``\u22121,234.5``, with a minus sign and not a hyphen."""
     return f"{value:+,.{digits}f}".replace("-", "\u2212")
@@ -213,9 +220,9 @@ def display_name(name: object, labels: Mapping[str, str] | None) -> str:
     return (labels or {}).get(str(name), str(name).replace("_", " "))
 
 
-def log_us_axis(axis: Axis) -> None:
-    """Times of an axis as whole numbers at powers of ten, once its scale is logarithmic."""
-    axis.set_major_locator(LogLocator(numticks=8))
+def log_axis(axis: Axis, base: int = 10, subs: Sequence[float] = (1.0,)) -> None:
+    """Plain numbers at powers of ``base`` times ``subs``, once the scale of an axis is logarithmic."""
+    axis.set_major_locator(LogLocator(base=base, subs=subs, numticks=8 if subs == (1.0,) else 12))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     axis.set_minor_formatter(NullFormatter())
 

@@ -9,11 +9,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from labkit.breakeven import Breakeven
 from labkit.errors import InputError
-from labkit.plots.canvas import add_header, add_legend, bars, freeze_layout, marks, new_figure
+from labkit.plots.canvas import bars, finished, marks, new_figure
 from labkit.plots.curves import matching_curves, turning_text
 from labkit.plots.labels import EndLabels, Notes
 from labkit.plots.panels import describe
@@ -27,6 +26,7 @@ from labkit.plots.style import (
     origin_style,
     series_styles,
     styled,
+    ticks_at,
 )
 from labkit.rows import matching
 
@@ -60,26 +60,20 @@ def fullest_k(cells: pd.DataFrame) -> int:
 
 
 @styled
-def figure_cause(
-    waterfall: pd.DataFrame, result: Breakeven, *, batch_size: int | None = None, width_in: float = TEXT_WIDTH_IN
-) -> Figure:
+def figure_cause(waterfall: pd.DataFrame, result: Breakeven) -> Figure:
     """Where the needed length goes: parts of a step in units of acceptance length, stacked, per backend and context.
 
     A bar ends at the break-even length. The dotted line is a plain decode step (1), ticks are acceptance lengths
     measured at that cell: **a tick right of its bar's end pays**.
 
-    waterfall : `labkit.decide.cause.waterfall`; the largest k of one batch size (the smallest when None) is drawn.
-
-    Raises InputError: nothing of that batch size.
+    waterfall : `labkit.decide.cause.waterfall`; the largest k of the smallest batch size is drawn.
     """
-    batch = waterfall["batch_size"].min() if batch_size is None else batch_size
-    rows = waterfall[(waterfall["batch_size"] == batch)]
-    if rows.empty:
-        raise InputError(f"cause: batch size {batch} was not measured")
+    batch = waterfall["batch_size"].min()
+    rows = waterfall[waterfall["batch_size"] == batch]
     k = int(rows["num_speculative_tokens"].max())
     rows = rows[rows["num_speculative_tokens"] == k]
     places = rows[["verify_backend", "context_len"]].drop_duplicates().sort_values(["verify_backend", "context_len"])
-    figure = new_figure(width_in, 1.2 + 0.24 * len(places))
+    figure = new_figure(TEXT_WIDTH_IN, 1.2 + 0.24 * len(places))
     ax = figure.subplots()
     for index, (backend, context) in enumerate(places.itertuples(index=False)):
         here = rows[(rows["verify_backend"] == backend) & (rows["context_len"] == context)]
@@ -102,23 +96,17 @@ def figure_cause(
     )
     ax.grid(visible=False, axis="y")
     shown = result.cells[result.cells["num_speculative_tokens"] == k]
-    add_header(figure, "What a step with all k drafts costs", describe(shown, result.baseline))
     used = [part for part in COLORS if (rows.loc[rows["part"] == part, "tokens"] > 0.005).any()]
     entries: list[Any] = [(Patch(facecolor=COLORS[part], linewidth=0), part) for part in used]
     tick: dict[str, Any] = {"linestyle": "", "marker": "|", "color": "0.0", "markersize": 8, "markeredgewidth": 1.4}
     entries.append(
         (Line2D([], [], **tick), "acceptance length at that cell, by workload (steps with fewer drafts cost less)")
     )
-    add_legend(figure, entries)
-    freeze_layout(figure)
-    return figure
+    return finished(figure, "What a step with all k drafts costs", describe(shown, result.baseline), entries)
 
 
 @styled
-def figure_draft_length(
-    result: Breakeven, formulas: pd.DataFrame | None = None, *, batch_size: int | None = None,
-    labels: Mapping[str, str] | None = None, width_in: float = TEXT_WIDTH_IN,
-) -> Figure:  # fmt: skip
+def figure_draft_length(result: Breakeven, formulas: pd.DataFrame | None = None) -> Figure:
     """Speed-up against k, 0 included, per verify backend; rows are workloads, columns contexts; formulas in grey.
 
     formulas : `labkit.decide.formulas.formula_table`; those of the backend with the largest speed-ups are drawn.
@@ -128,12 +116,11 @@ def figure_draft_length(
     cells = result.cells[result.cells["speedup"].notna()]
     if cells.empty:
         raise InputError("draft length: want cells with a speed-up; there are none")
-    batch = cells["batch_size"].min() if batch_size is None else batch_size
-    cells = cells[cells["batch_size"] == batch]
+    cells = cells[cells["batch_size"] == cells["batch_size"].min()]
     texts, contexts = list(dict.fromkeys(cells["workload"])), sorted(cells["context_len"].unique())[:4]
     styles = series_styles(cells["verify_backend"])
     fastest = str(cells.groupby("verify_backend")["speedup"].median().idxmax())
-    figure = new_figure(width_in, 1.1 + 1.65 * len(texts))
+    figure = new_figure(TEXT_WIDTH_IN, 1.1 + 1.65 * len(texts))
     axes = figure.subplots(len(texts), len(contexts), squeeze=False, sharex=True, sharey=True)
     for (row, column), ax in np.ndenumerate(axes):
         text = texts[row]
@@ -150,22 +137,16 @@ def figure_draft_length(
         if formulas is not None and len(here):
             _formula_lines(ax, formulas[formulas["verify_backend"] == fastest], here, text)
         ax.axhline(1.0, color="0.0", linewidth=0.9, linestyle=(0, (1.0, 1.4)), **_GUIDE)
-        ax.set_title(
-            f"{display_name(text, labels) if not pd.isna(text) else 'imposed'}, {format_tokens(contexts[column])}"
-        )
+        name = "imposed" if pd.isna(text) else display_name(text, None)
+        ax.set_title(f"{name}, {format_tokens(contexts[column])}")
     for ax in axes[-1]:
         ax.set_xlabel("k, drafts per step")
         ax.set_xticks([0, *sorted(cells["num_speculative_tokens"].unique())])
     figure.supylabel("speed-up over plain decode", size=8)
-    add_header(figure, "How many tokens to draft", describe(cells, result.baseline, without=["num_speculative_tokens"]))
-    if formulas is not None:
-        looks = FORMULA_STYLES.items()
-        add_legend(
-            figure,
-            [(Line2D([], [], color=color, linestyle=line), f"{name} ({fastest})") for name, (color, line) in looks],
-        )
-    freeze_layout(figure)
-    return figure
+    about = describe(cells, result.baseline, without=["num_speculative_tokens"])
+    looks = FORMULA_STYLES.items() if formulas is not None else ()
+    entries = [(Line2D([], [], color=color, linestyle=line), f"{name} ({fastest})") for name, (color, line) in looks]
+    return finished(figure, "How many tokens to draft", about, entries)
 
 
 def _draft_curve(ax: Axes, curve: pd.DataFrame, style: SeriesStyle, aside: float) -> None:
@@ -185,7 +166,7 @@ def _formula_lines(ax: Axes, formulas: pd.DataFrame, here: pd.DataFrame, text: A
 
 
 @styled
-def figure_concurrency(result: Breakeven, *, width_in: float = TEXT_WIDTH_IN) -> Figure:
+def figure_concurrency(result: Breakeven) -> Figure:
     """Speed-up against batch size per verify backend, one panel per context (at most four), at the k with most cells.
 
     Crossings of 1 carry the batch from which speculation no longer pays, with its interval.
@@ -199,11 +180,10 @@ def figure_concurrency(result: Breakeven, *, width_in: float = TEXT_WIDTH_IN) ->
     several = cells.groupby("context_len")["batch_size"].nunique()
     contexts = sorted(several.index[several > 1])[:4]
     styles = series_styles(cells["verify_backend"])
-    figure = new_figure(width_in, 2.6)
+    figure = new_figure(TEXT_WIDTH_IN, 2.6)
     axes = figure.subplots(1, len(contexts), squeeze=False, sharey=True)[0]
     for ax, context in zip(axes, contexts, strict=True):
         ends = EndLabels(ax)
-        batches = sorted(cells["batch_size"].unique())
         for (backend, _), curve in cells[cells["context_len"] == context].groupby(
             ["verify_backend", "workload"], dropna=False
         ):
@@ -222,13 +202,9 @@ def figure_concurrency(result: Breakeven, *, width_in: float = TEXT_WIDTH_IN) ->
                 notes.add([(text, color)], stretch=(at, *sorted((1.0, cells["speedup"].min()))))
         ax.axhline(1.0, color="0.0", linewidth=0.9, linestyle=(0, (1.0, 1.4)), **_GUIDE)
         ax.set_xscale("log", base=2)
-        ax.xaxis.set_major_locator(FixedLocator(batches))
-        ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        ax.xaxis.set_minor_locator(NullLocator())
+        ticks_at(ax.xaxis, cells["batch_size"])
         ax.set_xlabel("batch size (requests)")
         ax.set_title(f"context {format_tokens(context)}")
     axes[0].set_ylabel("speed-up over plain decode")
     about = describe(cells, result.baseline, without=["batch_size"]) + imposed_note(cells)
-    add_header(figure, "Speed-up under concurrency", about)
-    freeze_layout(figure)
-    return figure
+    return finished(figure, "Speed-up under concurrency", about)

@@ -1,20 +1,16 @@
 """One HTML file about a batch: verdicts, answers, figures, tables, where the numbers come from, how to repeat it."""
 
-from __future__ import annotations
-
 import base64
 import html
 import json
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from labkit import __version__, paths
 from labkit.provenance import command_line, redact
-
-if TYPE_CHECKING:
-    from labkit.publish.notebook_run import Verdict
+from labkit.publish.notebook_run import Verdict
 
 _STYLE = """
 body { font: 14px/1.5 system-ui, sans-serif; color: #222; max-width: 980px; margin: 2em auto; padding: 0 1em; }

@@ -56,7 +56,7 @@ def bundle(names: Sequence[str], out: Path, *, anonymous: bool = False) -> Path:
             contents |= files
     if not anonymous:
         contents |= {f"figures/{file.name}": file.read_bytes() for file in figures}
-    made = {"claims": [claim.to_dict() for claim in claims], "labkit": __version__, "anonymous": anonymous}
+    made = {"claims": [vars(claim) for claim in claims], "labkit": __version__, "anonymous": anonymous}
     contents["claim.json"] = _json(made)
     contents["CLAIM.md"] = _claim_text(claims, sidecars).encode()
     contents["reproduce.sh"] = _script(sidecars).encode()
@@ -67,10 +67,7 @@ def bundle(names: Sequence[str], out: Path, *, anonymous: bool = False) -> Path:
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, data in sorted(contents.items()):
             archive.writestr(zipfile.ZipInfo(name, _STAMP), data, zipfile.ZIP_DEFLATED)
-    try:
-        return paths.write_whole(out, buffer.getvalue())
-    except OSError as error:
-        raise InputError(f"out: cannot write {out}: {error.strerror}") from error
+    return paths.write_whole(out, buffer.getvalue())
 
 
 def _resolve(names: Sequence[str]) -> tuple[list[Path], list[Path]]:

@@ -7,7 +7,7 @@ alone have no claim.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +62,6 @@ class Claim:
     low: float | None
     high: float | None
     n: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return asdict(self)
 
     def text(self) -> str:
         """``1.84x [1.77, 1.91]``."""
@@ -166,7 +162,7 @@ def _differing(claim: Claim, other: Claim) -> dict[str, tuple[Any, Any]]:
 
 
 def from_dicts(items: Iterable[Mapping[str, Any]]) -> list[Claim]:
-    """Claims from JSON. InputError: not what `Claim.to_dict` writes."""
+    """Claims from JSON. InputError: not what a bundle holds."""
     try:
         return [
             Claim(str(i["metric"]), dict(i["conditions"]), float(i["value"]), i["low"], i["high"], int(i["n"]))

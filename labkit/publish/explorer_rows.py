@@ -1,7 +1,5 @@
 """The stored rows that the explorer chooses from: what there is, what one choice keeps, why it keeps nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache

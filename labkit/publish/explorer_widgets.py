@@ -3,8 +3,6 @@
 Every control can be reached and set with the keyboard; the brush sets the same range slider that the arrow keys do.
 """
 
-from __future__ import annotations
-
 import asyncio
 import html
 from collections.abc import Callable, Sequence

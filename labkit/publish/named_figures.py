@@ -1,11 +1,8 @@
 """The figures of this project by name, from any stored runs: what `labkit figure` draws."""
 
-from __future__ import annotations
-
 import argparse
-import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,7 @@ from labkit.decide.composed import cost_rows, stored_acceptance, stored_costs
 from labkit.decide.step_costs import CELL_KEY
 from labkit.decide.verdict import parse_length, restricted
 from labkit.errors import InputError
+from labkit.paths import check_out, make_folder
 from labkit.plots.acceptance import figure_acceptance
 from labkit.plots.attention import figure_attention
 from labkit.plots.attention_table import one_setting
@@ -37,9 +35,9 @@ _JOINED = {"loop", "step", "acceptance"}
 WIDTHS = {"column": COLUMN_WIDTH_IN, "text": TEXT_WIDTH_IN}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Request:
-    """What a figure is drawn from and how.
+    """What a figure is drawn from and how; ``used``: the run files it turned out to be drawn from.
 
     paths : run files or folders; none: LABKIT_DATA or ``data/runs``.
     where : column -> the values to keep, as text.
@@ -47,18 +45,13 @@ class Request:
     """
 
     paths: Sequence[Path | str] = ()
-    where: Mapping[str, Sequence[str]] | None = None
-    labels: Mapping[str, str] | None = None
+    where: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
     width_in: float = TEXT_WIDTH_IN
     acceptance_length: str | None = None
-
-
-class _Data:
-    """Rows of a request; remembers the files they came from."""
-
-    def __init__(self, request: Request):
-        self.request, self.used = request, list[Path]()
-        self.columns, self.names = set[str](), set[str]()
+    used: list[Path] = field(default_factory=list)
+    columns: set[str] = field(default_factory=set)
+    names: set[str] = field(default_factory=set)
 
     def rows(self, experiment: str, gpus: Sequence[str] = ()) -> pd.DataFrame:
         """Rows of one experiment alone (see `_rows`), once every name of the request is known to them."""
@@ -67,26 +60,23 @@ class _Data:
         return frame
 
     def _refuse_unknown(self) -> None:
-        for option, given, known in (
-            ("--where", self.request.where, self.columns),
-            ("--label", self.request.labels, self.names),
-        ):
-            if known and (unknown := sorted(set(given or {}) - known)):
+        for option, given, known in (("--where", self.where, self.columns), ("--label", self.labels, self.names)):
+            if known and (unknown := sorted(set(given) - known)):
                 raise InputError(f"{option} {unknown[0]}: not in these rows; known: {', '.join(sorted(known))}")
-        shown = [(self.request.labels or {}).get(name, name) for name in sorted(self.names)]
+        shown = [self.labels.get(name, name) for name in sorted(self.names)]
         if twice := sorted({text for text in shown if shown.count(text) > 1}):
             raise InputError(f"--label: {twice[0]!r} would name several things; wanted one display name for each")
 
     def _rows(self, experiment: str, gpus: Sequence[str] = ()) -> pd.DataFrame:
         """Rows of the devices asked for, else of one of ``gpus``, else of the device of the newest run."""
-        runs = find_runs(experiment, *self.request.paths)
-        wanted = (self.request.where or {}).get("gpu") or gpus
+        runs = find_runs(experiment, *self.paths)
+        wanted = self.where.get("gpu") or gpus
         runs = [run for run in runs if run.sidecar["gpu"] in wanted] if wanted else one_device(runs)
         if not runs:
             raise InputError(f"gpu: no runs of {experiment} on {', '.join(wanted or ())}")
         # The text of a cost run is what its drafter reads: costs of any text join acceptance on any.
         without = () if experiment == "acceptance" else ("workload",)
-        where = {name: values for name, values in (self.request.where or {}).items() if name not in without}
+        where = {name: values for name, values in self.where.items() if name not in without}
         frame = load_runs(experiment, *(run.path for run in runs))
         self.columns |= set(map(str, frame))
         frame = _where(frame, where)
@@ -97,11 +87,11 @@ class _Data:
 
     def verdicts(self) -> Any:
         """The cells of `labkit breakeven` that ``where`` keeps, on the device of the newest run behind them."""
-        length, paths = self.request.acceptance_length, self.request.paths
+        length, paths = self.acceptance_length, self.paths
         costs = cost_rows(stored_costs(paths))
         acceptance = stored_acceptance(paths) if length is None else None
         result = breakeven(costs, acceptance if length is None else parse_length(length))
-        where = [f"{name}={','.join(values)}" for name, values in (self.request.where or {}).items()]
+        where = [f"{name}={','.join(values)}" for name, values in self.where.items()]
         cells = keep_where(result.cells, where)
         newest = acceptance if acceptance is not None and set(acceptance["gpu"]) & set(cells["gpu"]) else costs
         newest = newest[newest["gpu"].isin(cells["gpu"])]
@@ -110,19 +100,17 @@ class _Data:
         self._refuse_unknown()
         found = _run_ids(costs, cells, CELL_KEY)
         if acceptance is not None:
-            found |= _run_ids(acceptance, cells, ("gpu", "target", "drafter", "workload")) or _run_ids(
-                acceptance, cells, ("target", "drafter", "workload")
-            )
-        runs = [run for name in experiments_in(*paths) & _JOINED for run in find_runs(name, *self._own(name))]
+            names = ("target", "drafter", "workload")
+            found |= _run_ids(acceptance, cells, ("gpu", *names)) or _run_ids(acceptance, cells, names)
+        runs = []
+        for name in experiments_in(*paths) & _JOINED:
+            runs += find_runs(name, *(path for path in paths if name in experiments_in(path)))
         self.used += [run.path for run in runs if run.path.stem in found]
         return restricted(result, cells)
 
-    def _own(self, experiment: str) -> list[Path | str]:
-        return [path for path in self.request.paths if experiment in experiments_in(path)]
-
     def attention(self) -> tuple[pd.DataFrame, dict[str, Any]]:
         rows = self.rows("attention")
-        asked = (self.request.where or {}).get("batch_size", ["1"])
+        asked = self.where.get("batch_size", ["1"])
         if len(asked) > 1:
             raise InputError(f"--where batch_size={','.join(asked)}: one figure holds one batch size")
         return one_setting(rows, batch_size=_size("batch_size", asked[0])), load_sidecars("attention", *self.used)
@@ -154,19 +142,19 @@ def _of_verdicts(draw: Callable[..., Figure]) -> Callable[..., Figure]:
 
 
 def _of_attention(draw: Callable[..., Figure]) -> Callable[..., Figure]:
-    def figure(data: _Data, **style: Any) -> Figure:
+    def figure(data: Request, **style: Any) -> Figure:
         rows, sidecars = data.attention()
         return draw(rows, sidecars=sidecars, **style)
 
     return figure
 
 
-def _acceptance(data: _Data, **style: Any) -> Figure:
+def _acceptance(data: Request, **style: Any) -> Figure:
     return figure_acceptance(data.rows("acceptance"), **style)
 
 
-def _step(data: _Data, *, labels: Mapping[str, str] | None, width_in: float) -> Figure:
-    length = data.request.acceptance_length
+def _step(data: Request, *, labels: Mapping[str, str] | None, width_in: float) -> Figure:
+    length = data.acceptance_length
     if length is None or labels:
         raise InputError("figure step: wanted --acceptance-length X for its line, and no --label (it names roles)")
     value = parse_length(length)
@@ -197,41 +185,32 @@ def write_figure(name: str, out: Path, request: Request) -> SavedFigure:
         raise InputError(
             f"--acceptance-length: wanted with {', '.join(_WITH_LENGTH)}; {name} draws no acceptance length"
         )
-    suffix, data = out.suffix.lstrip("."), _Data(request)
+    suffix = out.suffix.lstrip(".")
     if suffix not in (*FORMATS, *(["html"] if name == "breakeven" else [])):
         raise InputError(f"--out {out}: want a file ending in .{', .'.join(FORMATS)}, or .html for breakeven")
-    # Now, not after the work.
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        if out.is_dir() or not os.access(out.parent, os.W_OK):
-            raise InputError(f"--out {out}: want a file in a folder that can be written to")
-    except OSError as error:
-        raise InputError(f"--out {out}: no folder {out.parent} can be made: {error.strerror}") from error
+    make_folder(out.parent, f"--out {out}")  # now, not after the work
+    check_out(out)
     if suffix == "html":
         from labkit.publish.page import write_page
 
-        result = data.verdicts()
-        return SavedFigure(out.stem, (write_page(result, out, runs=tuple(path.stem for path in data.used)),), out)
-    figure = FIGURES[name](data, labels=request.labels, width_in=request.width_in)
-    return save_figure(figure, out.stem, data.used, formats=[suffix], out_dir=out.parent)
+        result = request.verdicts()
+        return SavedFigure(out.stem, (write_page(result, out, runs=tuple(path.stem for path in request.used)),), out)
+    figure = FIGURES[name](request, labels=request.labels, width_in=request.width_in)
+    return save_figure(figure, out.stem, request.used, formats=[suffix], out_dir=out.parent)
 
 
 def run_from_arguments(arguments: argparse.Namespace) -> None:
     """`labkit figure`."""
+    where = [_pair("--where", text) for text in arguments.where]
     request = Request(
         paths=arguments.runs,
-        where=_where_option(arguments.where),
+        where={ALIASES.get(name, name): values.split(",") for name, values in where},
         labels=dict(_pair("--label", text) for text in arguments.label),
         width_in=_width(arguments.width),
         acceptance_length=arguments.acceptance_length,
     )
     saved = write_figure(arguments.figure, arguments.out, request)
     print(*dict.fromkeys([*saved, saved.sidecar]), sep="\n")
-
-
-def _where_option(texts: Sequence[str]) -> dict[str, list[str]]:
-    pairs = [_pair("--where", text) for text in texts]
-    return {ALIASES.get(name, name): values.split(",") for name, values in pairs}
 
 
 def _size(name: str, text: str) -> int:

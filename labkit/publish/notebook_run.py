@@ -15,15 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from labkit.paths import write_whole
-from labkit.provenance import redact, redacted
+from labkit.provenance import redact
 
-STATUSES = ("ok", "cell-error", "timeout", "kernel-died")
 _TAIL_CHARACTERS = 2000
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """How one notebook ended.
+    """How one notebook ended: ``status`` is ok, cell-error, timeout or kernel-died.
 
     ``cell`` counts code cells from 1, as the prompts of the executed copy do. ``executed`` and ``html`` are relative
     to the batch folder; ``html`` is "" when the export failed, with the reason in ``html_error``.
@@ -101,7 +100,7 @@ def run_notebook(
     outcome["seconds"] = round(time.perf_counter() - start, 2)
     outcome["executed"] = f"{source.stem}/{source.name}" if executed.exists() else ""
     if executed.exists():  # outputs and papermill's notes hold paths and whatever a cell printed
-        write_whole(executed, json.dumps(redacted(json.loads(executed.read_text("utf-8"))), indent=1).encode() + b"\n")
+        write_whole(executed, json.dumps(redact(json.loads(executed.read_text("utf-8"))), indent=1).encode() + b"\n")
     try:
         export_html(executed, executed.with_suffix(".html"))
         outcome["html"] = f"{source.stem}/{source.stem}.html"
@@ -132,7 +131,7 @@ def export_html(executed: Path, html: Path) -> None:
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write redacted JSON so that a reader sees the old file or the new one, never half of one."""
-    write_whole(path, json.dumps(redacted(content), indent=1, sort_keys=True).encode() + b"\n")
+    write_whole(path, json.dumps(redact(content), indent=1, sort_keys=True).encode() + b"\n")
 
 
 def declared_parameters(source: Path) -> set[str]:

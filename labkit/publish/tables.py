@@ -9,6 +9,7 @@ import pandas as pd
 
 from labkit import paths
 from labkit.breakeven import Breakeven, verdict_table
+from labkit.decide.intervals import CONFIDENCE
 
 PAGE = 40  # rows that one page of a write-up holds
 FORMATS = ("tex", "html", "csv", "parquet")
@@ -32,7 +33,7 @@ def write_table(result: Breakeven, path: Path) -> Path:
     elif suffix == "csv":
         content = result.cells.to_csv(index=False).encode()
     else:
-        about = f"baseline: {result.baseline}; {result.confidence:.0%} intervals in brackets, lengths in tokens/step"
+        about = f"baseline: {result.baseline}; {CONFIDENCE:.0%} intervals in brackets, lengths in tokens/step"
         make = latex_table if suffix == "tex" else html_table
         content = make(verdict_table(result.cells), about).encode()
     return paths.write_whole(path, content)

@@ -32,7 +32,7 @@ def run_from_arguments(arguments: argparse.Namespace) -> int:
             tables["engine_steps"] = engine_cells(rows)
         content: dict[str, Any] = {"runs": sorted(sidecars), "comparisons": comparisons(rows)}
         content |= {name: table.to_dict("records") for name, table in tables.items()}
-        print(json.dumps(_plain(content), indent=1, allow_nan=False))
+        print(json.dumps(json_value(content), indent=1, allow_nan=False))
     else:
         print(render(rows, sidecars, varying=arguments.varying, allow=arguments.allow), *map(str, paths), sep="\n")
     return 1 if rows["fault"].notna().any() else 0
@@ -63,9 +63,3 @@ def _plan(found: Scene, arguments: argparse.Namespace) -> str:
     count = len(arguments.base_url) * arguments.repeats * sum(map(len, requests))
     tokens = max(len(request.body) for part in requests for request in part) // 4
     return f"{found.name}: {count} requests, prompts to about {tokens} tokens, answers to {found.max_tokens} tokens"
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(name): _plain(item) for name, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list) else json_value(value)

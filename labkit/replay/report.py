@@ -12,7 +12,7 @@ import pandas as pd
 
 from labkit.decide.compare import compare_runs
 from labkit.decide.engine_truth import engine_cells
-from labkit.decide.intervals import generator, percentile_interval, student_spread
+from labkit.decide.intervals import RESAMPLES, generator, percentile_interval, student_spread
 from labkit.rows import is_missing
 
 Sidecars = Mapping[str, Mapping[str, Any]]
@@ -46,7 +46,7 @@ def request_table(rows: pd.DataFrame) -> pd.DataFrame:
     return kept
 
 
-def ratio(a: pd.DataFrame, b: pd.DataFrame, column: str, *, confidence: float = 0.95, seed: int = 0) -> dict[str, Any]:
+def ratio(a: pd.DataFrame, b: pd.DataFrame, column: str) -> dict[str, Any]:
     """Column of B over A: value, low, high, num_prompts, num_launches. Pairs share run, scene, prompt, load and repeat.
 
     Bounds are NaN for one prompt of one launch; everything is NaN without a pair.
@@ -57,21 +57,21 @@ def ratio(a: pd.DataFrame, b: pd.DataFrame, column: str, *, confidence: float = 
     pairs["prompt"] = pairs["scene"] + "|" + pairs["prompt_id"].fillna("") + "|" + pairs["concurrency"].astype(str)
     table = pairs.pivot_table(index="start", columns="prompt", values="log", aggfunc="median")
     value = float(np.nanmean(np.nanmean(table, axis=1))) if table.size else np.nan
-    draws = _draws(table.to_numpy(float), 2000, generator(seed, "replay", column)) if table.size else np.array([])
-    low, high = np.exp(percentile_interval(draws, confidence))
+    draws = _draws(table.to_numpy(float), generator(0, "replay", column)) if table.size else np.array([])
+    low, high = np.exp(percentile_interval(draws))
     sizes = {"num_prompts": table.shape[1], "num_launches": table.shape[0], "num_pairs": len(pairs)}
     return {"value": float(np.exp(value)), "low": float(low), "high": float(high), **sizes}
 
 
-def _draws(table: np.ndarray, resamples: int, rng: np.random.Generator) -> np.ndarray:
+def _draws(table: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Resampled means of [num_launches, num_prompts]: launches first, then prompts, widened for the fewer of them."""
     num_launches, num_prompts = table.shape
     centre = float(np.nanmean(np.nanmean(table, axis=1)))
-    launches = rng.integers(0, num_launches, size=(resamples, num_launches))
-    prompts = rng.integers(0, num_prompts, size=(resamples, num_prompts))
+    launches = rng.integers(0, num_launches, size=(RESAMPLES, num_launches))
+    prompts = rng.integers(0, num_prompts, size=(RESAMPLES, num_prompts))
     picked = table[launches[:, :, None], prompts[:, None, :]]
-    means = np.nanmean(picked.reshape(resamples, -1), axis=1)
-    spread = student_spread(num_launches if num_launches > 1 else num_prompts, resamples, rng)
+    means = np.nanmean(picked.reshape(RESAMPLES, -1), axis=1)
+    spread = student_spread(num_launches if num_launches > 1 else num_prompts, RESAMPLES, rng)
     return centre + spread * (means - centre)
 
 

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from labkit.device_state import energy_j
 from labkit.engines.record import COUNTS
 from labkit.errors import InputError
 from labkit.journal import Journal, compact, create_journal
@@ -55,7 +56,8 @@ class Session:
         self.client, self.endpoints, self.journal, self.options = client, endpoints, journal, options
         self.keys = itertools.count()
         self.bodies: dict[str, bytes] = {}
-        self.maker = Maker(endpoints[0].models[0], 4.0, options.seed, _shortest(endpoints), options.extra)
+        shortest = min((e.max_context for e in endpoints if e.max_context), default=None)
+        self.maker = Maker(endpoints[0].models[0], 4.0, options.seed, shortest, options.extra)
 
     def keep(self, requests: Iterable[Request]) -> None:
         """Store the bytes beside the rows: ``<run_id>.requests.parquet``, by digest."""
@@ -83,11 +85,12 @@ class Session:
 
     def pass_through(self, endpoint: Endpoint, requests: list[Request], scene: Scene, **about: Any) -> None:
         """Send the requests, so many in flight, between two scrapes; what the counters say becomes a row."""
-        before, joules = scrape(self.client, endpoint) if endpoint.has_metrics else "", energy_j(endpoint.url)
+        before = scrape(self.client, endpoint) if endpoint.has_metrics else ""
+        joules = energy_j() if is_local(endpoint.url) else None  # another machine's is not known
         begin = time.perf_counter()
         replies = self._in_flight(endpoint, requests, scene, **about)
         seconds = time.perf_counter() - begin
-        after_joules = energy_j(endpoint.url)
+        after_joules = None if joules is None else energy_j()
         record = counted_between(before, scrape(self.client, endpoint)) if before else None
         row = {name: getattr(record, name) for name in COUNTS} if record else {}
         if record and (rates := record.acceptance_rate_per_pos) and record.num_drafted_steps:
@@ -166,29 +169,9 @@ def _url(endpoint: Endpoint) -> str:
     return f"{endpoint.url}/v1/chat/completions"
 
 
-def _shortest(endpoints: Sequence[Endpoint]) -> int | None:
-    return min((e.max_context for e in endpoints if e.max_context), default=None)
-
-
 def is_local(url: str) -> bool:
     """Whether the server runs on this machine."""
     return urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
-
-
-def energy_j(url: str) -> float | None:
-    """Energy counter of this machine's GPUs, J; None where the server is elsewhere or nothing counts."""
-    if not is_local(url):
-        return None
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    try:
-        pynvml.nvmlInit()
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        return sum(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) for handle in handles) / 1e3 or None
-    except pynvml.NVMLError:  # no driver, or a device without a counter
-        return None
 
 
 def _passes(session: Session, scene: Scene, repeats: int) -> Iterator[tuple[int, int, list[Request]]]:

@@ -18,10 +18,9 @@ import numpy as np
 from labkit.errors import InputError
 from labkit.filler import filler_text
 from labkit.paths import REFERENCE
-from labkit.workloads import SEPARATOR, Message, Prompt, load_prompt_file, load_prompts
+from labkit.workloads import CODE_WORKLOADS, SEPARATOR, Message, Prompt, load_prompt_file, load_prompts
 
 KINDS = ("single", "conversation", "load")
-_CODE = ("code_editing", "code_writing")
 
 
 @dataclass(frozen=True)
@@ -143,8 +142,7 @@ class Maker:
         return found
 
     def _filler(self, workload: str, num_characters: int) -> str:
-        kind = "code" if workload in _CODE else "text"
-        text = filler_text(kind, order=str(self.seed))  # type: ignore[arg-type]
+        text = filler_text("code" if workload in CODE_WORKLOADS else "text", order=str(self.seed))
         while len(text) < num_characters:  # the text filler ends at about 110,000 tokens
             text += "\n\n" + text
         return text[:num_characters]

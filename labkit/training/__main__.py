@@ -5,8 +5,6 @@ learn from the same passes of it, and each stage of training is tried on the com
 trained on. What is on disk is always a whole head: a run that is cut leaves that of its last stage.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

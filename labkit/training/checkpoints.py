@@ -1,7 +1,5 @@
 """What a trained head is written as: configuration and bf16 tensors in the published layouts, and a card."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Answers of a target to train heads on: generated in large batches, kept in a file, cut where they repeat."""
 
-from __future__ import annotations
-
 import io
 import random
 import sys
@@ -10,7 +8,6 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,11 +16,9 @@ from torch import Tensor
 from labkit.accept import sampling_probs
 from labkit.acceptance import MAX_REPEATED
 from labkit.errors import InputError
+from labkit.kv_cache import PagedKVCache
+from labkit.models.decoder import Decoder
 from labkit.paths import write_whole
-
-if TYPE_CHECKING:
-    from labkit.kv_cache import PagedKVCache
-    from labkit.models.decoder import Decoder
 
 _CACHE_TOKENS, _MAX_ROWS = 1_200_000, 4096  # of the cache of a batch, at most
 _PREFILL_TOKENS = 32_768  # of a pass

@@ -1,23 +1,19 @@
 """Acceptance of trained heads on the committed prompts, in the real loop."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from labkit.acceptance import MAX_REPEATED, AcceptanceCounts
 from labkit.drafting.autoregressive import AutoregressiveDrafter
 from labkit.drafting.block import BlockDrafter
 from labkit.drafting.named import taps_of
 from labkit.drafting.ngram import NgramDrafter
+from labkit.models.decoder import Decoder
 from labkit.models.target import ModelTarget
+from labkit.models.tokenizer import Tokenizer
 from labkit.speculation import Drafter, Generation, speculate
 from labkit.workloads import WORKLOADS, load_prompts, repeated_ngram_share
-
-if TYPE_CHECKING:
-    from labkit.models.decoder import Decoder
-    from labkit.models.tokenizer import Tokenizer
 
 DRAFT_LENGTHS = {"ngram": 5, "autoregressive": 5, "block": 7}
 

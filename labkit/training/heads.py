@@ -5,8 +5,6 @@ a draft at every position of the answer in one pass. A position's query sees the
 draft's root and those of the j drafted tokens behind it. The block head is trained on many blocks of each answer.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

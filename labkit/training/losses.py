@@ -1,7 +1,5 @@
 """What both heads learn from a batch: the target's probabilities at each step of a draft."""
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -3,25 +3,21 @@
 None of the committed prompts is used, so all of them are held out. The kinds of prompts are those of the workloads.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import random
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from labkit.filler import filler_text
+from labkit.models.decoder import Decoder
+from labkit.models.tokenizer import Tokenizer
 from labkit.paths import REFERENCE
 from labkit.training.data import generate
 from labkit.workloads import SEPARATOR
-
-if TYPE_CHECKING:
-    from labkit.models.decoder import Decoder
-    from labkit.models.tokenizer import Tokenizer
 
 _AGENT = "You work in a terminal. Say what you will do next, then one command."
 # How often each kind is drawn. "self": the target writes the user's message too.
@@ -123,11 +119,10 @@ def _math(draw: random.Random) -> str:
     return f'{_fill(draw, "math")} Show the steps and end with a line that says "Answer:" and the number.'
 
 
-def _agent(draw: random.Random) -> str:
-    return _fill(draw, "agent")
-
-
-_WRITERS = {"write": _write, "edit": _edit, "text": _text, "json": _json, "math": _math, "agent": _agent}
+_WRITERS: dict[str, Callable[[random.Random], str]] = {
+    **{"write": _write, "edit": _edit, "text": _text, "json": _json, "math": _math},
+    "agent": lambda draw: _fill(draw, "agent"),
+}
 
 
 def _arguments(node: ast.FunctionDef) -> list[str]:

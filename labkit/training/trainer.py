@@ -1,7 +1,5 @@
 """Both heads in training on the target's own text: every stage written as whole heads and tried in the real loop."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import math
