@@ -26,6 +26,7 @@ def main() -> None:
     steps, loop = (load_runs(name, *roots) for name in ("step", "loop"))
     steps = steps[(steps["status"] == "ok") & (steps["target"] == f"random:{TARGET}") & steps["drafter"].isna()]
     steps = steps[(steps["weight_dtype"] == "bfloat16") & (steps["batch_size"] == 1) & (steps["backend"] == BACKEND)]
+    steps = steps[steps["num_gpus"] == 1]
     forward_ms = steps.groupby(["context_len", "q_len"])["forward_ms"].median()
 
     engine = load_runs("replay", *roots)

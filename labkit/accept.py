@@ -20,18 +20,30 @@ AcceptRule = Callable[[Tensor, "Draft"], Tensor]
 
 def accept_greedy(logits: Tensor, draft: Draft) -> Tensor:
     """Keep drafts as long as each is the target's argmax; then add the target's own token. int64 [2, batch_size]."""
-    best = logits.argmax(dim=-1)
+    best = _best(logits)
     if draft.parents is not None:
         return _follow_tree(best, draft)
-    accepted = _leading_true(best[:, :-1] == draft.token_ids.to(best.device), draft)
-    return torch.stack([accepted, best.gather(1, accepted[:, None])[:, 0]])
+    return _accept(best, _agreeing(best, draft))
 
 
 def accept_forced(logits: Tensor, draft: Draft) -> Tensor:
-    """Keep as many drafts as the draft says, whatever they are: costs without a text. The argmax is still taken."""
-    best = logits.argmax(dim=-1)
+    """Keep as many drafts as the draft says, whatever they are: costs without a text, with the work of a real step."""
+    best = _best(logits)
+    _agreeing(best, draft)  # what a real step finds out, and pays for
     forced = draft.forced_accepted if draft.forced_accepted is not None else [0] * len(draft.lengths)
-    accepted = torch.tensor(forced, dtype=torch.int64, device=best.device)
+    return _accept(best, torch.tensor(forced, dtype=torch.int64))
+
+
+def _best(logits: Tensor) -> Tensor:
+    """The argmax, on the host: what follows is less work than launching kernels for it."""
+    return logits.argmax(dim=-1).cpu()
+
+
+def _agreeing(best: Tensor, draft: Draft) -> Tensor:
+    return _leading_true(best[:, :-1] == draft.token_ids.cpu(), draft)
+
+
+def _accept(best: Tensor, accepted: Tensor) -> Tensor:
     return torch.stack([accepted, best.gather(1, accepted[:, None])[:, 0]])
 
 

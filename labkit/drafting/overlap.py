@@ -28,7 +28,7 @@ class TopTokens:
         best = logits.topk(min(TOP_K, logits.shape[-1]), dim=-1).indices
         if draft.parents is not None:  # rows of the nodes that were followed, behind the last token's
             rows = torch.cat([torch.zeros_like(result[:1]), result[2:] + 1]).T
-            best = best.gather(1, rows[..., None].expand(-1, -1, best.shape[-1]))
+            best = best.gather(1, rows[..., None].to(best.device).expand(-1, -1, best.shape[-1]))
         self._passes.append(best)
         return result
 

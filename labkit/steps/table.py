@@ -50,10 +50,12 @@ def forward_table(step_rows: pd.DataFrame, sidecars: Sidecars | None = None) -> 
     cells = rows.groupby([*CELL, "run_id"], dropna=False)
     table = cells[facts].median().assign(forward_ms=cells["forward_ms"].median(), num_samples=cells.size())
     table = table.reset_index().sort_values("run_id", kind="stable")
+    # Energy takes runs of its own, which a later run of the same forward does not replace.
+    table["energy_j_per_step"] = table.pop("energy_j") / table.pop("num_steps")
+    table["energy_j_per_step"] = table.groupby(list(CELL), dropna=False)["energy_j_per_step"].ffill()
     table = table.drop_duplicates(list(CELL), keep="last").sort_values(list(CELL), ignore_index=True)
     known = table["attention_ms"].notna() & table["linear_ms"].notna()
     table["residual_ms"] = (table["forward_ms"] - table[list(PARTS)].sum(axis=1)).where(known)
-    table["energy_j_per_step"] = table.pop("energy_j") / table.pop("num_steps")
     return _with_floors(table, sidecars or {})
 
 
