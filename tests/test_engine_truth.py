@@ -171,7 +171,7 @@ def test_pairings_by_version():
     assert paired_backends("vllm", "0.24.0", "TRITON_ATTN") == ("triton_segmented_3d", "triton_segmented_2d")
     assert paired_backends("vllm", "0.33.1", "TRITON_ATTN") == ("triton_segmented_3d", "triton_segmented_3d")
     assert paired_backends("vllm", "0.24.0", "FLASH_ATTN") == ("fa3", "fa3")
-    assert paired_backends("vllm", "0.24.0", "FLASHINFER") == ("flashinfer_decode", "flashinfer_fa2")
+    assert paired_backends("vllm", "0.24.0", "FLASHINFER") == ("flashinfer_decode", "flashinfer_auto")
     assert paired_backends("vllm", "0.40.0", "FLASH_ATTN") is None
     assert paired_backends("vllm", "0.24.0", "NOSUCH") is None
 

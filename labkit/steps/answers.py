@@ -48,6 +48,12 @@ def one_target(step_rows: pd.DataFrame, target: str = "", batch_size: int = 1) -
     return rows[rows["weight_dtype"] == rows["weight_dtype"].mode()[0]]
 
 
+def measured_drafter(step_rows: pd.DataFrame) -> str:
+    """The drafter whose forwards most rows hold, else `FREE`."""
+    drafters = step_rows["drafter"].dropna() if len(step_rows) else step_rows
+    return str(drafters.mode()[0]) if len(drafters) else FREE
+
+
 def compared_pairings(step_rows: pd.DataFrame) -> tuple[Pairing, Pairing]:
     """The published pairings (unsplit verify, then FlashInfer) where both were measured, else the first two there are.
 
