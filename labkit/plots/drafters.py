@@ -60,10 +60,12 @@ def plot_length_against_draft_cost(acceptance: pd.DataFrame, loop: pd.DataFrame,
         x, y = rows[["draft_ms", "mean_acceptance_length"]].to_numpy(float).T
         bounds = rows[["mean_acceptance_length_low", "mean_acceptance_length_high"]].to_numpy(float).T
         marks(ax, x, y, styles[name], hollow=False, size=4.2, yerr=bars(y, *bounds))
-        for _, row in rows.iterrows():
-            place = (row["draft_ms"], row["mean_acceptance_length"])
-            k = f"{row['num_speculative_tokens']:.0f}"
-            ax.annotate(k, place, (-4, 3), textcoords="offset points", fontsize=6, ha="right")
+        # Marks of one drafter that hide each other have their k's side by side.
+        near = (np.hypot(np.diff(x) / table["draft_ms"].max(), np.diff(y) / y.max()) > 0.03).cumsum()
+        for _, group in rows.groupby(np.concatenate([[0], near])):
+            place = tuple(group[["draft_ms", "mean_acceptance_length"]].mean())
+            ks = ", ".join(f"{k:.0f}" for k in sorted(group["num_speculative_tokens"]))
+            ax.annotate(ks, place, (-4, 3), textcoords="offset points", fontsize=6, ha="right")
         ends.add(x.max(), y[np.argmax(x)], drafter_label(name), color=styles[name].color)
     ax.set_xlim(0, 1.06 * table["draft_ms"].max())
     ax.set_xlabel("draft time per step (ms); numbers at marks: k")

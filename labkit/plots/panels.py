@@ -22,6 +22,7 @@ from labkit.rows import listed, matching
 
 FACETS = ("num_speculative_tokens", "batch_size", "workload")
 _MAX_COLUMNS = 4
+_MAX_TEXTS = 3  # workloads beside another facet: more would be a page of panels
 # One figure holds one value of each: what may differ inside an axes is the backend and the context.
 _FIXED = ("gpu", "target", "drafter", "temperature", "weight_dtype", "kv_dtype")
 
@@ -35,6 +36,8 @@ def figure_breakeven(
     lengths: Mapping[str, float] | None = None,
 ) -> Figure:
     """Break-even against context: one panel per k, batch size and, where the cost follows the text, workload.
+
+    More than 4 workloads beside another facet: the 3 with most prompts; the subtitle says so.
 
     labels : display names for backends, workloads, models and devices.
     width_in : `TEXT_WIDTH_IN` or `COLUMN_WIDTH_IN`.
@@ -50,8 +53,9 @@ def figure_breakeven(
         plot_breakeven(matching(cells, here), ax=ax, labels=labels, styles=styles, **curves)
 
     panels = _panel_columns(cells)
+    cells, left_out = _fullest_texts(cells, panels)
     figure = _facets(cells, panels, draw, labels, width_in)
-    about = describe(cells, result.baseline, labels=labels, without=panels)
+    about = describe(cells, result.baseline, labels=labels, without=panels) + left_out
     return finished(figure, "Where speculative decoding pays", about, _legend(cells))
 
 
@@ -66,9 +70,10 @@ def figure_speedup(
         plot_speedup(matching(cells, here), ax=ax, labels=labels, styles=styles)
 
     panels = _varying(cells, FACETS)
+    cells, left_out = _fullest_texts(cells, panels)
     figure = _facets(cells, panels, draw, labels, width_in)
     _share_limits([ax for ax in figure.axes if ax.get_visible()])
-    about = describe(cells, result.baseline, labels=labels, without=panels)
+    about = describe(cells, result.baseline, labels=labels, without=panels) + left_out
     return finished(figure, "Speed-up over plain decode", about)
 
 
@@ -81,6 +86,15 @@ def _panel_columns(cells: pd.DataFrame) -> list[str]:
     cost = cells[cells["mean_acceptance_length"].notna()].groupby(keys, dropna=False)["relative_step_cost"]
     follows_text = ((cost.max() / cost.min()) > 1 + 1e-9).any()
     return [name for name in _varying(cells, FACETS) if name != "workload" or follows_text]
+
+
+def _fullest_texts(cells: pd.DataFrame, panels: Sequence[str]) -> tuple[pd.DataFrame, str]:
+    """The workloads with most prompts, where too many would need panels of their own, and what the subtitle adds."""
+    prompts = cells.groupby("workload")["num_prompts"].max().sort_values(ascending=False, kind="stable")
+    if "workload" not in panels or len(panels) == 1 or len(prompts) <= _MAX_COLUMNS:
+        return cells, ""
+    kept = cells[cells["workload"].isin(prompts.index[:_MAX_TEXTS])]
+    return kept, f" · {_MAX_TEXTS} of {len(prompts)} workloads, those with most prompts"
 
 
 Draw = Callable[[Axes, Mapping[str, Any], Mapping[str, Any]], None]
