@@ -1,6 +1,6 @@
 """triton_split against the best library of each cell, from a run of `labkit run attention --preset full`.
 
-    python benchmarks/attention_targets.py [RUN.parquet [triton_overlapped]]
+    python benchmarks/attention_targets.py [RUN.parquet [BACKEND]]
 
 Prints, per shape and q_len, the ratio of median times with the interval of resampled rounds, the geometric mean over
 the 108 cells, the cells whose interval lies wholly above 1.05, the share of a pure read at 128K tokens, and how narrow
@@ -29,8 +29,9 @@ def resampled_medians(samples_ms: np.ndarray, picks: np.ndarray) -> np.ndarray:
 
 def main() -> None:
     """Read the run and print the table."""
-    runs = sorted((RUNS / "attention" / "nvidia-h200").glob("*.parquet"))
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else runs[0]  # the first holds the preset's whole grid
+    runs = (RUNS / "attention" / "nvidia-h200").glob("*.parquet")
+    # The largest holds the preset's whole grid.
+    path = Path(sys.argv[1]) if len(sys.argv) > 1 else max(runs, key=lambda run: run.stat().st_size)
     ours = sys.argv[2] if len(sys.argv) > 2 else "triton_split"
     rows = pd.read_parquet(path)
     rows = rows[rows["status"] == "ok"]
