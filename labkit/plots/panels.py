@@ -53,7 +53,7 @@ def figure_breakeven(
         plot_breakeven(matching(cells, here), ax=ax, labels=labels, styles=styles, **curves)
 
     panels = _panel_columns(cells)
-    cells, left_out = _fullest_texts(cells, panels)
+    cells, left_out = fullest_texts(cells, panels)
     figure = _facets(cells, panels, draw, labels, width_in)
     about = describe(cells, result.baseline, labels=labels, without=panels) + left_out
     return finished(figure, "Where speculative decoding pays", about, _legend(cells))
@@ -70,7 +70,7 @@ def figure_speedup(
         plot_speedup(matching(cells, here), ax=ax, labels=labels, styles=styles)
 
     panels = _varying(cells, FACETS)
-    cells, left_out = _fullest_texts(cells, panels)
+    cells, left_out = fullest_texts(cells, panels)
     figure = _facets(cells, panels, draw, labels, width_in)
     _share_limits([ax for ax in figure.axes if ax.get_visible()])
     about = describe(cells, result.baseline, labels=labels, without=panels) + left_out
@@ -88,8 +88,11 @@ def _panel_columns(cells: pd.DataFrame) -> list[str]:
     return [name for name in _varying(cells, FACETS) if name != "workload" or follows_text]
 
 
-def _fullest_texts(cells: pd.DataFrame, panels: Sequence[str]) -> tuple[pd.DataFrame, str]:
-    """The workloads with most prompts, where too many would need panels of their own, and what the subtitle adds."""
+def fullest_texts(cells: pd.DataFrame, panels: Sequence[str]) -> tuple[pd.DataFrame, str]:
+    """The cells of the workloads with most prompts where more than `_MAX_COLUMNS` would need panels beside another facet.
+
+    Returns also what a subtitle adds.
+    """
     prompts = cells.groupby("workload")["num_prompts"].max().sort_values(ascending=False, kind="stable")
     if "workload" not in panels or len(panels) == 1 or len(prompts) <= _MAX_COLUMNS:
         return cells, ""

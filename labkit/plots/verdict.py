@@ -15,7 +15,7 @@ from labkit.errors import InputError
 from labkit.plots.canvas import bars, finished, marks, new_figure
 from labkit.plots.curves import matching_curves, turning_text
 from labkit.plots.labels import EndLabels, Notes
-from labkit.plots.panels import describe
+from labkit.plots.panels import describe, fullest_texts
 from labkit.plots.style import (
     MUTED,
     NOTE_SIZE,
@@ -116,7 +116,7 @@ def figure_draft_length(result: Breakeven, formulas: pd.DataFrame | None = None)
     cells = result.cells[result.cells["speedup"].notna()]
     if cells.empty:
         raise InputError("draft length: want cells with a speed-up; there are none")
-    cells = cells[cells["batch_size"] == cells["batch_size"].min()]
+    cells, left_out = fullest_texts(cells[cells["batch_size"] == cells["batch_size"].min()], ["context_len", "workload"])
     texts, contexts = list(dict.fromkeys(cells["workload"])), sorted(cells["context_len"].unique())[:4]
     styles = series_styles(cells["verify_backend"])
     fastest = str(cells.groupby("verify_backend")["speedup"].median().idxmax())
@@ -143,7 +143,7 @@ def figure_draft_length(result: Breakeven, formulas: pd.DataFrame | None = None)
         ax.set_xlabel("k, drafts per step")
         ax.set_xticks([0, *sorted(cells["num_speculative_tokens"].unique())])
     figure.supylabel("speed-up over plain decode", size=8)
-    about = describe(cells, result.baseline, without=["num_speculative_tokens"])
+    about = describe(cells, result.baseline, without=["num_speculative_tokens"]) + left_out
     looks = FORMULA_STYLES.items() if formulas is not None else ()
     entries = [(Line2D([], [], color=color, linestyle=line), f"{name} ({fastest})") for name, (color, line) in looks]
     return finished(figure, "How many tokens to draft", about, entries)
