@@ -89,7 +89,9 @@ def _install(cell: Cell, binaries: Path, log: Path) -> None:
     if cell.torch:
         pip("install", "torch" if cell.torch == NEWEST else f"torch=={cell.torch}")
     if "jupyter" in cell.without:
-        pip("install", ".[bench]" if cell.torch else ".", "pytest", "hypothesis", "scipy")
+        # transformers: what the tests compare the decoder with. Nothing here is Jupyter's.
+        tools = ["pytest", "hypothesis", "scipy", *(["transformers"] if cell.torch else [])]
+        pip("install", ".[bench]" if cell.torch else ".", *tools)
     else:
         pip("install", "--require-hashes", "-r", "requirements.lock")
     pip("install", "--no-deps", "--editable", ".")
