@@ -69,13 +69,16 @@ class Executor:
             yield from self.measure_batch(batch, timeout_s, local)
 
     def measure_batch(self, batch: Batch, timeout_s: float, local: Mapping[str, Any]) -> list[tuple[str, Outcome]]:
-        """Measure one batch; the seconds of a group are shared out evenly."""
+        """Measure one batch; the seconds of a group are shared out evenly.
+
+        ``begin_s`` is by the monotonic clock of this host, which all its processes share: for what ran at once.
+        """
         self.prepare()
         started, begin, wall = utc_now(), time.monotonic(), time.time()
         found = self.measure([{**point, **local} for _, point in batch], timeout_s)
         elapsed = time.monotonic() - begin
         jump = time.time() - wall - elapsed
-        times = {"started": started, "seconds": round(elapsed / len(batch), 6)}
+        times = {"started": started, "begin_s": round(begin, 6), "seconds": round(elapsed / len(batch), 6)}
         return [(key, _after_jump(outcome, jump) | times) for (key, _), outcome in zip(batch, found, strict=True)]
 
 

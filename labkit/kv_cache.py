@@ -2,12 +2,15 @@
 
 import copy
 from collections.abc import Sequence
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from labkit.errors import InputError
 from labkit.shapes import at_least
+
+_FILL_ELEMENTS = 1 << 26  # drawn at once, in float32
 
 
 def _per_request(name: str, value: int | Sequence[int], batch_size: int) -> list[int]:
@@ -30,12 +33,13 @@ class PagedKVCache:
     k, v : ``[num_layers, num_pages, page_size, num_kv_heads, head_dim]``. Slots without a token hold anything.
     page_table : int32 ``[batch_size, max_pages]`` on `device`: page of each block of `page_size` tokens.
     k_scale, v_scale : what the stored keys and values are multiplied with (1 unless the cache is quantised).
-    shared_prefix_len : tokens at the start that lie in the same pages for all requests (`share_prefix`).
+    shared_prefix_len : tokens at the start that lie in the same pages for all requests: whole pages, stored once.
 
     `rows` gives a view on some of the requests. Storage **and lengths** are shared: what a view appends, advances or
     truncates is seen by the cache it came from, and the other way round.
 
-    Raises InputError: a size is below 1, `page_order` is unknown, or ``"permuted"`` came without a generator.
+    Raises InputError: a size is below 1, `page_order` is unknown, ``"permuted"`` came without a generator, or the
+    shared prefix is not a whole number of pages of the context.
     """
 
     def __init__(
@@ -51,6 +55,7 @@ class PagedKVCache:
         device: str | torch.device = "cpu",
         page_order: str = "sequential",
         generator: torch.Generator | None = None,
+        shared_prefix_len: int = 0,
     ):
         at_least(1, num_layers=num_layers, batch_size=batch_size, max_context_len=max_context_len)
         at_least(1, num_kv_heads=num_kv_heads, head_dim=head_dim, page_size=page_size)
@@ -60,11 +65,14 @@ class PagedKVCache:
             raise InputError("page_order 'permuted' needs a generator, got None")
         self.page_size, self.page_order = page_size, page_order
         self.k_scale = self.v_scale = 1.0
-        self.shared_prefix_len = 0
+        self.shared_prefix_len = shared_prefix_len
         self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
         self.dtype, self.device = dtype, torch.device(device)
-        max_pages = -(-max_context_len // page_size)
-        num_pages = batch_size * max_pages
+        max_pages, num_shared = -(-max_context_len // page_size), shared_prefix_len // page_size
+        if shared_prefix_len % page_size or not 0 <= num_shared <= max_pages:
+            wanted = f"a multiple of page_size={page_size} within max_context_len={max_context_len}"
+            raise InputError(f"shared_prefix_len must be {wanted}, got {shared_prefix_len}")
+        num_pages = num_shared + batch_size * (max_pages - num_shared)
         storage_shape = (num_layers, num_pages, page_size, num_kv_heads, head_dim)
         self.k = torch.zeros(storage_shape, dtype=dtype, device=device)
         self.v = torch.zeros(storage_shape, dtype=dtype, device=device)
@@ -74,7 +82,9 @@ class PagedKVCache:
             order = torch.randperm(num_pages, generator=generator, device=generator.device).cpu()
         self._lens = [0] * batch_size
         self._flatten()
-        self._bind(order.view(batch_size, max_pages), list(range(batch_size)))
+        own = order[num_shared:].view(batch_size, max_pages - num_shared)
+        host_table = torch.cat([order[:num_shared].expand(batch_size, -1), own], dim=1)
+        self._bind(host_table, list(range(batch_size)))
 
     def _flatten(self) -> None:
         """Views ``[num_pages * page_size, num_kv_heads, head_dim]`` per layer, made once for the hot path."""
@@ -180,26 +190,17 @@ class PagedKVCache:
             self._lens[request] = value
 
     def fill_random(self, context_len: int | Sequence[int], generator: torch.Generator) -> None:
-        """Set the lengths and fill K and V with seeded standard normals, to time any context without a prefill."""
+        """Set the lengths and fill K and V with seeded standard normals, to time any context without a prefill.
+
+        Every page is filled once, whoever shares it, and in parts: little is needed beside the cache itself.
+        """
         lens = _per_request("context_len", context_len, self.batch_size)
         self._set_lens(lens)
-        pages = self.kv_indices(lens).long()
-        shape = (len(pages), *self.k.shape[2:])
-        for storage in (self.k, self.v):
-            for layer in storage:
-                values = torch.randn(shape, generator=generator, device=generator.device)
-                layer[pages] = values.to(self.device, self.dtype)
-
-    def share_prefix(self, num_tokens: int) -> None:
-        """Let all requests use the first request's pages for the first `num_tokens` tokens. Their own are left unused.
-
-        Raises ValueError: not a whole number of pages.
-        """
-        if num_tokens % self.page_size:
-            raise ValueError(f"num_tokens must be a multiple of page_size={self.page_size}, got {num_tokens}")
-        self._host_table[:, : num_tokens // self.page_size] = self._host_table[0, : num_tokens // self.page_size]
-        self.shared_prefix_len = num_tokens
-        self._bind(self._host_table, self._requests)
+        pages = torch.tensor(list(dict.fromkeys(self.kv_indices(lens).tolist())), dtype=torch.int64, device=self.device)
+        parts = pages.split(max(_FILL_ELEMENTS // self.k[0, 0].numel(), 1))
+        for layer, part in product((*self.k, *self.v), parts):
+            values = torch.randn((len(part), *layer.shape[1:]), generator=generator, device=generator.device)
+            layer[part] = values.to(self.device, self.dtype)
 
     def clone(self) -> "PagedKVCache":
         """A deep copy with its own storage and lengths; of a view too (the whole pool is copied)."""

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from labkit import kv_cache
 from labkit.errors import InputError
 from labkit.kv_cache import PagedKVCache
 
@@ -151,3 +153,52 @@ def test_bad_arguments_are_named(generator):
             call()
     assert issubclass(InputError, ValueError)
     assert cache.context_lens == [19, 19, 19]
+
+
+class Allocations(TorchDispatchMode):
+    """The bytes of the largest tensor that an operation returns in storage of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        given = {value.untyped_storage().data_ptr() for value in args if isinstance(value, torch.Tensor)}
+        if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in given:
+            self.largest = max(self.largest, result.untyped_storage().nbytes())
+        return result
+
+
+@pytest.mark.parametrize("page_order", ["sequential", "permuted"])
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_a_shared_prefix_is_stored_and_filled_once(generator, page_order, batch_size, monkeypatch):
+    options = {"batch_size": batch_size, "max_context_len": 44, "page_order": page_order, "shared_prefix_len": 32}
+    with Allocations() as made:
+        cache = make(generator, **options)
+    page_bytes = 2 * 4 * HEADS * DIM * 4  # of both layers
+    assert cache.k.shape[1] == 8 + 3 * batch_size
+    assert made.largest == cache.k.shape[1] * page_bytes
+    assert torch.unique(cache.page_table).tolist() == list(range(8 + 3 * batch_size)), "every page is somebody's"
+    assert all(torch.equal(cache.page_table[r, :8], cache.page_table[0, :8]) for r in range(batch_size))
+    monkeypatch.setattr(kv_cache, "_FILL_ELEMENTS", 3 * 4 * HEADS * DIM)
+    with Allocations() as made:
+        cache.fill_random(41, generator)
+    assert made.largest <= 3 * 4 * HEADS * DIM * 4, "three pages at once, whatever the cache holds"
+    assert (cache.k != 0).all()
+    assert (cache.v != 0).all()
+    rows = [cache.dense(1, r, 41)[0] for r in range(batch_size)]
+    assert all(torch.equal(row[:32], rows[0][:32]) for row in rows)
+    assert len({row[32:].sum().item() for row in rows}) == batch_size
+    new = tokens(generator, batch_size, 3)
+    cache.append(1, new, new)
+    cache.advance(3)
+    for r in range(batch_size):
+        k, _ = cache.dense(1, r, 44)
+        assert torch.equal(k, torch.cat([rows[r], new[r]])), "new tokens lie in pages of their own"
+
+
+@pytest.mark.parametrize("shared_prefix_len", [-4, 3, 24])
+def test_a_shared_prefix_is_whole_pages_of_the_context(generator, shared_prefix_len):
+    with pytest.raises(InputError, match=f"multiple of page_size=4 within .*=20, got {shared_prefix_len}"):
+        make(generator, shared_prefix_len=shared_prefix_len)

@@ -8,18 +8,21 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from distributed import Client
 
+from benchmarks import scale_out
 from labkit.check import check_run
 from labkit.errors import InputError
 from labkit.executor_dask import local_cluster, visible_devices
 from labkit.provenance import collect
 from labkit.results import load_runs
 from labkit.sweep import grid, point_key, run_sweep
-from tests import sweep_points
+from tests import group_points, sweep_points
 
 
 @pytest.fixture(scope="module")
@@ -149,3 +152,59 @@ def test_devices_are_those_that_are_visible(monkeypatch):
 def test_an_executor_must_be_known(tmp_path, provenance):
     with pytest.raises(InputError, match="executor: wanted one of local, dask"):
         go(tmp_path, contexts(1), sweep_points.measure, provenance, executor="ray")
+
+
+def planted(*workers: list[float], cold: float) -> dict[str, scale_out.Span]:
+    """Groups by number, dealt to the workers in turn: the first of each takes ``cold`` s more."""
+    free, spans = [0.0] * len(workers), {}
+    for number in range(sum(map(len, workers))):
+        worker = number % len(workers)
+        seconds = workers[worker][number // len(workers)] + (cold if number < len(workers) else 0.0)
+        spans[str(number)] = scale_out.Span(f"device-{worker}", free[worker], free[worker] + seconds)
+        free[worker] += seconds
+    return spans
+
+
+def test_throughput_is_that_of_warm_workers():
+    one = planted([0.5] * 40, cold=4.0)
+    two = planted([0.5] * 20, [0.5] * 20, cold=7.0)
+    assert one["39"].end / two["39"].end < 1.5, "the spans themselves are mostly the start"
+    found = scale_out.compared(one, two, num_warm_up=1)
+    assert found == {"warm_seconds_one": 19.5, "warm_seconds_all": 9.5, "throughput_ratio": 2.0}
+
+
+def test_throughput_counts_work_and_not_points():
+    lengths = [1.0, 3.0] * 10
+    one = planted(lengths, cold=0.0)
+    two = planted(lengths[::2], lengths[1::2], cold=0.0)  # all the short ones on one of them, which then idles
+    assert scale_out.compared(one, two, num_warm_up=1)["throughput_ratio"] == pytest.approx(34 / 27, abs=1e-3)
+    shared = {group: replace(span, end=span.end * 2, begin=span.begin * 2) for group, span in two.items()}
+    half = scale_out.compared(one, shared, num_warm_up=1)["throughput_ratio"]
+    assert half == pytest.approx(17 / 27, abs=1e-3), "twice as slow together is no gain"
+
+
+def test_a_grid_that_ends_before_the_workers_are_warm_is_refused():
+    with pytest.raises(ValueError, match="wanted more than 6 groups on each worker, got 2"):
+        scale_out.compared(planted([1.0] * 8, cold=0.0), planted([1.0] * 2, [1.0] * 2, cold=0.0))
+
+
+def test_two_workers_do_the_work_of_two(tmp_path, client, provenance):
+    """Waiting takes no core, so two workers of a small machine can do it at once."""
+    points = [{"group": str(group), "name": name} for group in range(20) for name in ("a", "b")]
+    with local_cluster([{}]) as cluster, Client(cluster) as single:
+        single.wait_for_workers(1, timeout=60)
+        one = go(tmp_path / "one", points, group_points.slow_start, provenance, executor=single)
+    two = go(tmp_path / "two", points, group_points.slow_start, provenance, executor=client)
+    spans = [scale_out.spans_of(run.path) for run in (one, two)]
+    assert [len({span.worker for span in own.values()}) for own in spans] == [1, 2]
+    assert scale_out.compared(*spans, num_warm_up=1)["throughput_ratio"] > 1.5
+
+
+def test_a_point_of_two_modes_is_not_off_and_a_slower_one_is():
+    rng = np.random.default_rng(0)
+    slow, fast = rng.normal(4.41, 0.01, 15), rng.normal(4.10, 0.01, 15)
+    mostly_slow, mostly_fast = (np.append(slow[:8], fast[:7]), np.append(slow[:7], fast[:8]))
+    assert np.median(mostly_slow) / np.median(mostly_fast) > 1.07
+    assert not scale_out.is_off(mostly_slow, mostly_fast, "point")
+    assert scale_out.is_off(fast, slow, "point")
+    assert not scale_out.is_off(fast, 1.02 * fast, "point"), "two devices differ by so much"

@@ -3,11 +3,15 @@
 import json
 
 import pytest
+import torch
 
+from labkit.attention import inputs, reference, registry
+from labkit.attention.api import register_backend
 from labkit.attention.launched import Kernel
 from labkit.cli import main
 from labkit.errors import InputError
 from labkit.experiments import step, step_communication, step_forwards
+from labkit.kv_cache import PagedKVCache
 from labkit.models.anatomy import part_of, split_time
 from labkit.results import load_runs
 from labkit.shapes import model_shape
@@ -173,3 +177,58 @@ def test_a_process_that_fails_is_a_reason():
     assert times == {}
     assert "of 2: " in reason
     assert "nosuch" in reason
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 4])
+def test_forwards_over_a_shared_prefix(batch_size, monkeypatch):
+    """As the preset C1 asks for them: also for one request, checked with the prefix, in a cache that holds it once."""
+    checked, caches = [], []
+    verify, make_cache = inputs.verify_backend, PagedKVCache.__init__
+    monkeypatch.setattr(inputs, "verify_backend", lambda *a, **k: checked.append(a[1]) or verify(*a, **k))
+    monkeypatch.setattr(PagedKVCache, "__init__", lambda self, **k: caches.append(self) or make_cache(self, **k))
+    step_forwards._check_once.cache_clear()
+    axes = {"context_len": [80], "shared_prefix_len": [64], "q_len": [1, 4], "num_rounds": [1]}
+    points = step.points("ci", batch_size=[batch_size], backend=["sdpa", "per_token", "reference"], **axes)
+    found = step.measure(points)
+    assert [type(rows) for rows in found] == [list] * 6
+    own = [cache for cache in caches if cache.num_layers == 2]
+    assert [(cache.k.shape[1], cache.shared_prefix_len) for cache in own] == [(4 + 2 * batch_size, 64)]
+    assert {(shape.batch_size, shape.shared_prefix_len) for shape in checked} == {(2, 64)}
+    assert len(checked) == 6, "each backend at each query length"
+    keys = 64 + batch_size * (16 + 4)
+    assert found[1][0]["kv_bytes_read"] == 2 * 2 * 2 * 32 * 4 * keys  # K and V, layers, heads, head_dim, bytes
+    cache_bytes = sum(storage.nbytes for cache in own for storage in (cache.k, cache.v))
+    assert cache_bytes <= step_forwards.memory_bytes(points[1])
+
+
+def test_a_shared_prefix_gives_the_logits_of_requests_that_hold_it_themselves():
+    axes = {"context_len": [80], "shared_prefix_len": [64], "q_len": [3], "backend": ["sdpa"], "batch_size": [3]}
+    (point,) = step.points("ci", **axes)
+    made = step_forwards.Forwards([point], "cpu")
+    _, shared = made.make(point)()
+    alone = made.decoder.new_cache(3, 96, page_size=16)
+    for layer in range(alone.num_layers):
+        pairs = zip(*(made._cache.dense(layer, request, 80) for request in range(3)), strict=True)
+        alone.append(layer, *(torch.stack(tensors) for tensors in pairs))
+    alone.advance(80)
+    wanted = made.decoder.forward(made._tokens, alone, backend="reference")
+    assert shared.numpy() == pytest.approx(wanted.numpy(), rel=1e-4, abs=1e-4)
+
+
+def test_a_backend_that_needs_a_shared_prefix_is_checked_with_one(monkeypatch):
+    def supports(shape, device):
+        return "" if shape.shared_prefix_len else "needs a prefix that all requests share"
+
+    monkeypatch.setattr(registry, "_BACKENDS", dict(registry._BACKENDS))
+    register_backend("needs_prefix", reference.prepare, supports=supports)
+    axes = {"context_len": [80], "q_len": [1], "backend": ["needs_prefix"], "batch_size": [4]}
+    shared, none = (step.measure(step.points("ci", shared_prefix_len=[n], **axes))[0] for n in (64, 0))
+    assert isinstance(shared, list)
+    assert "needs a prefix that all requests share" in str(none)
+
+
+def test_the_shared_prefix_preset_fits_one_device():
+    points = step.points("shared-prefix")
+    assert {point["batch_size"] for point in points} == {1, 4, 8}
+    largest = max(map(step_forwards.memory_bytes, points))
+    assert largest == pytest.approx(16.06e9 + (126_976 + 8 * 1088) * 131_072, rel=0.01)  # weights, cache

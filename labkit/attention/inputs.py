@@ -52,10 +52,10 @@ def make_inputs(
         device=device,
         page_order=page_order,
         generator=generator,
+        shared_prefix_len=shape.shared_prefix_len,
     )
     if shape.kv_dtype == "float8_e4m3fn":
         cache.k_scale, cache.v_scale = FLOAT8_SCALES["k_scale"], FLOAT8_SCALES["v_scale"]
-    cache.share_prefix(shape.shared_prefix_len)
     garbage = torch.full((shape.head_dim,), GARBAGE, device=device)
     garbage[::2] *= -1
     for storage in (cache.k, cache.v):

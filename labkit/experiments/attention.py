@@ -215,8 +215,9 @@ def _check_memory(shape: AttentionShape, device: str) -> None:
 
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info(device)[0]
-    request = max(shape.kv_lens) * shape.num_kv_heads * shape.head_dim * 2
-    needed = request * (shape.batch_size * dtype_bytes(str(shape.kv_dtype)) + 3 * dtype_bytes("float32"))
+    longest, per_token = max(shape.kv_lens), shape.num_kv_heads * shape.head_dim * 2
+    stored = shape.batch_size * longest - (shape.batch_size - 1) * shape.shared_prefix_len
+    needed = per_token * (stored * dtype_bytes(str(shape.kv_dtype)) + 3 * longest * dtype_bytes("float32"))
     needed += _WORKSPACE_BYTES
     if needed > free:
         raise MemoryError(f"needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free; computed, not tried")

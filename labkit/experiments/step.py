@@ -8,7 +8,6 @@ launched eagerly. With several devices the forward of one device's share is meas
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -231,7 +230,7 @@ def _facts(point: dict[str, Any], decoder: Decoder) -> dict[str, Any]:
     import torch
 
     shape, on_gpu = decoder.shape, decoder.device.type == "cuda"
-    call = replace(call_shape(point, shape, point["batch_size"]), shared_prefix_len=point["shared_prefix_len"])
+    call = call_shape(point, shape, point["batch_size"])
     return {
         "origin": "measured",
         "drafter": None if point["drafter"] == "none" else point["drafter"],

@@ -109,9 +109,8 @@ class Forwards:
         self._cache: PagedKVCache = self.decoder.new_cache(
             first["batch_size"], first["context_len"] + longest, kv_dtype=kv_dtype_of(first), page_size=_PAGE_SIZE,
             page_order=_page_order(device, is_prefill), generator=generator,
+            shared_prefix_len=first["shared_prefix_len"],
         )  # fmt: skip
-        if first["shared_prefix_len"]:
-            self._cache.share_prefix(first["shared_prefix_len"])
         self._cache.fill_random(first["context_len"], generator)
         self._tokens = torch.randint(
             self.decoder.shape.vocab_size, (first["batch_size"], longest), generator=generator, device=device
@@ -176,8 +175,11 @@ class Forwards:
 
 
 def _check_attention(point: dict[str, Any], shape: ModelShape, device: str) -> None:
-    """The backend against the oracle at the shape about to be timed, one request; raises what is wrong."""
-    call, is_prefill = call_shape(point, shape, batch_size=1), point["phase"] == "prefill"
+    """The backend against the oracle at the shape about to be timed; raises what is wrong.
+
+    One request, or the two that it takes to share a prefix.
+    """
+    call, is_prefill = call_shape(point, shape, 2 if point["shared_prefix_len"] else 1), point["phase"] == "prefill"
     if is_prefill:  # the last tokens of the prompt
         q_len = min(call.q_len, _CHECKED_ROWS)
         call = replace(call, q_len=q_len, context_len=call.q_len - q_len)
@@ -185,9 +187,11 @@ def _check_attention(point: dict[str, Any], shape: ModelShape, device: str) -> N
 
 
 def call_shape(point: dict[str, Any], model: ModelShape, batch_size: int) -> AttentionShape:
+    """The attention call of one layer of a forward, with the point's shared prefix."""
     lengths = {"q_len": point["q_len"], "context_len": point["context_len"]}
     dtypes = {"weight_dtype": point["weight_dtype"], "kv_dtype": kv_dtype_of(point)}
-    return attention_shape(model, batch_size=batch_size, **lengths, **dtypes)
+    call = attention_shape(model, batch_size=batch_size, **lengths, **dtypes)
+    return replace(call, shared_prefix_len=point["shared_prefix_len"])
 
 
 def _page_order(device: str, is_prefill: bool) -> str:
