@@ -89,7 +89,7 @@ def _panel_columns(cells: pd.DataFrame) -> list[str]:
 
 
 def fullest_texts(cells: pd.DataFrame, panels: Sequence[str]) -> tuple[pd.DataFrame, str]:
-    """The cells of the workloads with most prompts where more than `_MAX_COLUMNS` would need panels beside another facet.
+    """Cells of the workloads with most prompts, where more than `_MAX_COLUMNS` would need panels beside another facet.
 
     Returns also what a subtitle adds.
     """

@@ -116,7 +116,8 @@ def figure_draft_length(result: Breakeven, formulas: pd.DataFrame | None = None)
     cells = result.cells[result.cells["speedup"].notna()]
     if cells.empty:
         raise InputError("draft length: want cells with a speed-up; there are none")
-    cells, left_out = fullest_texts(cells[cells["batch_size"] == cells["batch_size"].min()], ["context_len", "workload"])
+    cells = cells[cells["batch_size"] == cells["batch_size"].min()]
+    cells, left_out = fullest_texts(cells, ["context_len", "workload"])
     texts, contexts = list(dict.fromkeys(cells["workload"])), sorted(cells["context_len"].unique())[:4]
     styles = series_styles(cells["verify_backend"])
     fastest = str(cells.groupby("verify_backend")["speedup"].median().idxmax())
