@@ -22,7 +22,15 @@ ROOT = Path(__file__).resolve().parent.parent
 NEWEST = "newest"
 # Behaviour that depends on versions: data files, attention, the loop, sweeps, readers. Minutes, not the whole suite.
 TESTS = (
-    *("acceptance", "accept_sampling", "attention", "attention_api", "attention_backends", "breakeven", "breakeven_join"),
+    *(
+        "acceptance",
+        "accept_sampling",
+        "attention",
+        "attention_api",
+        "attention_backends",
+        "breakeven",
+        "breakeven_join",
+    ),
     *("check", "compare", "cost", "crossovers"),
     *("decoder", "engines_import", "engines_trace", "figures", "kv_cache", "properties", "results", "shapes"),
     *("speculation", "speculation_model", "sweep", "sweep_faults", "sweep_groups", "timing", "weights"),

@@ -10,11 +10,11 @@ CONTEXTS, BATCHES = (2048, 16384, 65536, 131072), (1, 8)
 SETTINGS = {
     "FLASH_ATTN": ("fa3", "fa3"),
     "TRITON_ATTN": ("triton_segmented_3d", "triton_segmented_2d"),
-    "FLASHINFER": ("flashinfer_decode", "flashinfer_fa2"),
+    "FLASHINFER": ("flashinfer_decode", "flashinfer_auto"),
 }
 # ms per 1,000 tokens of one request and forward; the unsplit verify kernel walks its keys alone, whatever the batch.
 SLOPES = {"fa3": 0.035, "triton_segmented_3d": 0.045, "triton_segmented_2d": 0.6, "flashinfer_decode": 0.04}
-SLOPES["flashinfer_fa2"] = 0.05
+SLOPES["flashinfer_auto"] = 0.05
 PLAIN_HOST, HOST = 0.9, 2.4
 
 

@@ -21,8 +21,12 @@ REAL_NOISE = Noise(sample=0.03, drift=0.02, spikes=0.05, autocorrelation=0.3)
 
 
 def test_the_planted_noise_is_no_milder_than_that_of_the_committed_gpu_costs() -> None:
-    """Robust sd of samples in a round, of the steps of the clock, share of spikes, noise that lasts: by run."""
+    """Robust sd of samples in a round, of the steps of the clock, share of spikes, noise that lasts: by run.
+
+    A group with samples of quality "drifting" was disturbed, and its verdicts say so: planted worlds are not like it.
+    """
     for _, run in fixed_context(load_runs("loop", gpu="nvidia-h200")).query("status == 'ok'").groupby("run_id"):
+        run = run[~run["group"].isin(run.loc[run["quality"].str.contains("drifting"), "group"])]
         arm = ["group", "arm", "verify_backend", "decode_backend", "num_speculative_tokens", "num_drafted_tokens"]
         logs = np.log(run["step_ms"])
         keys = [run[name] for name in arm]
@@ -33,9 +37,10 @@ def test_the_planted_noise_is_no_milder_than_that_of_the_committed_gpu_costs() -
         rounds = logs.groupby([*keys, run["round"]], dropna=False).median().unstack()
         rounds = rounds.sub(rounds.median(axis=1), axis=0)
         clock = rounds.groupby("group").median()
-        assert np.diff(clock, axis=1).std() < REAL_NOISE.drift
+        assert np.nanstd(np.diff(clock, axis=1)) < REAL_NOISE.drift  # groups of fewer rounds end in nan
         own = rounds - clock.reindex(rounds.index.get_level_values("group")).to_numpy()
-        lasting = [np.corrcoef(row[:-1], row[1:])[0, 1] for row in own.to_numpy()]
+        measured = [row[np.isfinite(row)] for row in own.to_numpy()]
+        lasting = [np.corrcoef(row[:-1], row[1:])[0, 1] for row in measured]
         assert np.median(lasting) < REAL_NOISE.autocorrelation
 
 

@@ -232,3 +232,8 @@ def test_the_shared_prefix_preset_fits_one_device():
     assert {point["batch_size"] for point in points} == {1, 4, 8}
     largest = max(map(step_forwards.memory_bytes, points))
     assert largest == pytest.approx(16.06e9 + (126_976 + 8 * 1088) * 131_072, rel=0.01)  # weights, cache
+
+
+def test_a_prefix_longer_than_a_context_is_refused():
+    with pytest.raises(InputError, match="axis shared_prefix_len: wanted at most the shortest context of 64, got 128"):
+        step.points("ci", shared_prefix_len=[128])

@@ -12,7 +12,7 @@ from labkit.errors import InputError
 from labkit.rows import fixed_context, ok_rows
 
 NEEDED = (
-    *(*PAIR, "arm", "verify_backend", "drafter", "num_drafted_tokens", "num_accepted_tokens"),
+    *(*PAIR, "target", "arm", "verify_backend", "drafter", "num_drafted_tokens", "num_accepted_tokens"),
     *("step_ms", "imposed_acceptance"),
 )
 PARTS = ("draft_ms", "verify_ms")
@@ -30,8 +30,8 @@ def forcing_check(loop_rows: pd.DataFrame) -> pd.DataFrame:
     rounds repeat a prompt, per group. These units are resampled. Context differs a little inside a unit, which is part
     of the spread.
 
-    Returns verify_backend, drafter, num_drafted_tokens, part, ratio with _low and _high, rejected_ms (of steps that
-    keep none), num_units, neutral (the interval lies within 1 +- `NEUTRAL`, or holds 1) and resolved (it is narrower
+    Returns target, verify_backend, drafter, num_drafted_tokens, part, ratio with _low and _high, rejected_ms (of steps
+    that keep none), num_units, neutral (the interval lies within 1 +- `NEUTRAL`, or holds 1) and resolved (it is narrower
     than +- 5%, so that neutral means something). Raises InputError: no unit has both kinds of step.
     """
     rows = ok_rows(loop_rows, "loop", NEEDED)
@@ -40,7 +40,7 @@ def forcing_check(loop_rows: pd.DataFrame) -> pd.DataFrame:
     rejected = rows["num_accepted_tokens"] == 0
     kept = rows["num_accepted_tokens"] == rows["num_drafted_tokens"]
     records = []
-    names = ["verify_backend", "drafter", "num_drafted_tokens"]
+    names = ["target", "verify_backend", "drafter", "num_drafted_tokens"]
     for key, own in rows.groupby(names):
         place = dict(zip(names, key, strict=True))
         for part in PARTS:
@@ -64,7 +64,7 @@ def all_reject_ratio(loop_rows: pd.DataFrame) -> pd.DataFrame:
     loop_rows : of forced runs (``labkit run loop --set acceptance=forced``): cost rows, plain decode and generations at
         rate 0 share their rounds.
 
-    Returns verify_backend, drafter, context_len, batch_size, num_speculative_tokens, all_reject, num_rounds,
+    Returns target, verify_backend, drafter, context_len, batch_size, num_speculative_tokens, all_reject, num_rounds,
     relative_step_cost and all_reject_over_it (paired by round) with _low and _high, inside (the latter's interval holds
     1) and resolved (it is narrower than +- 5%, so that inside means something). Raises InputError: no such generations.
     """
@@ -82,7 +82,7 @@ def all_reject_ratio(loop_rows: pd.DataFrame) -> pd.DataFrame:
         ratio, all_reject = (np.log(side.step_ms[:, k] / decode_ms) for side in (cost, rejected))
         known = np.isfinite(ratio) & np.isfinite(all_reject)
         rng = generator(0, "all-reject", *cost.key.values())
-        names = ("verify_backend", "drafter", "context_len", "batch_size", "num_speculative_tokens")
+        names = ("target", "verify_backend", "drafter", "context_len", "batch_size", "num_speculative_tokens")
         found: dict[str, Any] = {name: cost.key[name] for name in names}
         found |= {"all_reject": float(np.exp(np.median(all_reject[known]))), "num_rounds": int(known.sum())}
         found |= _interval("relative_step_cost", ratio[known], rng)

@@ -62,7 +62,8 @@ def reprice(
     trace_rows : loop rows of real generations, one target, drafter and k; truncated steps (no accepted count) are left
         out, as everywhere.
     cost_rows : loop rows at fixed contexts, or `labkit.decide.composed.cost_rows` of step rows.
-    where : columns of the cost cells that say what to price under: verify_backend, draft_backend, batch_size, gpu.
+    where : columns of the cost cells that say what to price under: verify_backend, draft_backend, batch_size, gpu. The
+        drafter is the trace's, unless it is named here.
     k : drafts per step, at most the trace's: its steps are cut (see `labkit.decide.best_k.cut_acceptance`), and more
         of them are needed for the same output. None: the trace's.
     context_len : price every step at this context instead of its own.
@@ -79,7 +80,11 @@ def reprice(
     k = recorded if k is None else k
     if not 1 <= k <= recorded:
         raise InputError(f"trace: k must lie between 1 and the recorded {recorded}, got {k}: no draft was seen beyond")
-    cells = _curve(cost_rows, where or {}, k)
+    # What drafts is part of the cost: another drafter's would be another step.
+    drafters = distinct(trace, "drafter") if "drafter" in trace else []
+    if len(drafters) > 1:
+        raise InputError(f"trace: want the steps of one drafter, got {', '.join(map(str, drafters))}")
+    cells = _curve(cost_rows, dict.fromkeys(["drafter"], *drafters) | dict(where or {}), k)
     priced = [baseline_ms(cost, baseline)[1] for cost in cells]
     contexts = np.array([cost.key["context_len"] for cost in cells], float)
     steps, tokens, notes = _usage(trace, contexts, k, context_len)
@@ -194,20 +199,21 @@ def reprice_check(trace_rows: pd.DataFrame, cost_rows: pd.DataFrame, **options: 
 
     options : of `reprice`.
 
-    Returns target, verify_backend, weight_dtype, k, predicted with low and high, measured, error (predicted / measured
-    - 1), inside (measured within low .. high), median_error and worst_error over prompts (absolute), num_prompts,
-    notes. Settings whose costs were not measured are left out.
+    Returns target, verify_backend, weight_dtype, drafter, k, predicted with low and high, measured, error (predicted /
+    measured - 1), inside (measured within low .. high), median_error and worst_error over prompts (absolute),
+    num_prompts, notes. Settings whose costs were not measured are left out.
 
     Raises InputError: no setting could be priced; the last reason is given.
     """
-    rows = ok_rows(trace_rows, "trace", [*NEEDED, "target", "weight_dtype", "verify_backend"])
+    columns = ["target", "weight_dtype", "verify_backend", "drafter", "num_speculative_tokens"]
+    rows = ok_rows(trace_rows, "trace", [*NEEDED, *columns])
     records, reason = [], "no generations"
     for key, own in rows.groupby(["run_id", "target", "weight_dtype"], dropna=False):
-        steps = own[own["arm"] == "speculative"]
-        for backend in distinct(steps, "verify_backend"):
-            where = {"target": key[1], "weight_dtype": key[2], "verify_backend": backend}
-            trace = own[(own["arm"] == "plain") | (own["verify_backend"] == backend)]
-            decode = distinct(own[own["arm"] == "plain"], "decode_backend")
+        plain, steps = own[own["arm"] == "plain"], own[own["arm"] == "speculative"]
+        for (backend, drafter, _), arm in steps.groupby(columns[2:]):
+            where = {"target": key[1], "weight_dtype": key[2], "verify_backend": backend, "drafter": drafter}
+            trace = pd.concat([plain, arm])
+            decode = distinct(plain, "decode_backend")
             try:
                 # What was measured is a gain over the plain arm of the same run.
                 own_baseline: dict[str, Any] = {"baseline": decode[0] if len(decode) == 1 else "fastest"}
@@ -219,7 +225,7 @@ def reprice_check(trace_rows: pd.DataFrame, cost_rows: pd.DataFrame, **options: 
             total = float(measured["speedup"].iloc[-1])
             both = found.by_prompt.merge(measured, on="prompt_id", suffixes=("_predicted", "_measured"))
             errors = (both["speedup_predicted"] / both["speedup_measured"] - 1).abs()
-            values: dict[str, Any] = {"k": int(steps["num_speculative_tokens"].iloc[0]), "predicted": found.speedup}
+            values: dict[str, Any] = {"k": int(arm["num_speculative_tokens"].iloc[0]), "predicted": found.speedup}
             values |= {"low": found.low, "high": found.high, "measured": total, "error": found.speedup / total - 1}
             values |= {"inside": found.low <= total <= found.high, "median_error": errors.median()}
             values |= {"worst_error": errors.max(), "num_prompts": len(errors), "notes": "; ".join(found.notes)}

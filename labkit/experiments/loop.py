@@ -81,6 +81,8 @@ def points(preset: str, **axes: Sequence[Any]) -> list[dict[str, Any]]:
     grid = common.axes_of(PRESETS, preset, axes)
     common.check_drafters(grid)
     common.check_draft_lengths(grid)
+    if trees := [name for name in grid["drafter"] if str(name).endswith("+tree")]:
+        raise InputError(f"drafter {trees[0]}: run loop times chains; trees are counted by run acceptance")
     common.check_names("acceptance", grid["acceptance"], ("none", "forced", "real"))
     common.check_names("workload", grid["workload"], workloads.WORKLOADS)
     for role in ("verify_backend", "decode_backend"):

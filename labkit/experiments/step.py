@@ -138,6 +138,8 @@ def _points_of_grid(grid: common.Axes, prefix: str) -> list[dict[str, Any]]:
     for axis, names in (known | {"launch_mode": ("graph", "eager")}).items():
         common.check_names(axis, grid[axis], names)
     common.check_lengths(grid)
+    if (shared := max(grid["shared_prefix_len"])) > (shortest := min(grid["context_len"])):
+        raise InputError(f"axis shared_prefix_len: wanted at most the shortest context of {shortest}, got {shared}")
     for target in grid["target"]:
         shape = common.target_shape(target)
         longest = max(grid["context_len"]) + max(grid["q_len"])

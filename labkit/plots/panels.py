@@ -97,7 +97,8 @@ def fullest_texts(cells: pd.DataFrame, panels: Sequence[str]) -> tuple[pd.DataFr
     if "workload" not in panels or len(panels) == 1 or len(prompts) <= _MAX_COLUMNS:
         return cells, ""
     kept = cells[cells["workload"].isin(prompts.index[:_MAX_TEXTS])]
-    return kept, f" · {_MAX_TEXTS} of {len(prompts)} workloads, those with most prompts"
+    left_out = ", ".join(sorted(display_name(name, None) for name in prompts.index[_MAX_TEXTS:]))
+    return kept, f" · not drawn, with no more prompts: {left_out}"
 
 
 Draw = Callable[[Axes, Mapping[str, Any], Mapping[str, Any]], None]

@@ -115,7 +115,9 @@ def _of_cells(result: Breakeven, metric: str) -> Iterable[Claim]:
 
 def _of_cell(cell: Mapping[Any, Any], metric: str, names: Iterable[str], column: str, n: int) -> Claim:
     values = {"value": cell[column], "low": cell[f"{column}_low"], "high": cell[f"{column}_high"]}
-    return _claim(metric, {name: key_value(cell[name]) for name in names}, values, n)
+    conditions = {name: key_value(cell[name]) for name in names}
+    num_gpus = str(cell["gpu"]).rpartition(" x")[2]  # "nvidia-h200 x2": another device may stand in, two may not
+    return _claim(metric, conditions | ({"num_gpus": int(num_gpus)} if num_gpus.isdigit() else {}), values, n)
 
 
 def _claim(metric: str, conditions: Mapping[str, Any], values: Mapping[str, float], n: int) -> Claim:
@@ -156,8 +158,8 @@ def compare_claims(claims: Sequence[Claim], yours: Sequence[Claim]) -> list[dict
 
 
 def _differing(claim: Claim, other: Claim) -> dict[str, tuple[Any, Any]]:
-    names = [name for name in claim.conditions if name not in _NAMED]
-    pairs = {name: (claim.conditions[name], other.conditions.get(name)) for name in names}
+    names = [name for name in {**claim.conditions, **other.conditions} if name not in _NAMED]
+    pairs = {name: (claim.conditions.get(name), other.conditions.get(name)) for name in names}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
