@@ -31,8 +31,8 @@ def forcing_check(loop_rows: pd.DataFrame) -> pd.DataFrame:
     of the spread.
 
     Returns target, verify_backend, drafter, num_drafted_tokens, part, ratio with _low and _high, rejected_ms (of steps
-    that keep none), num_units, neutral (the interval lies within 1 +- `NEUTRAL`, or holds 1) and resolved (it is narrower
-    than +- 5%, so that neutral means something). Raises InputError: no unit has both kinds of step.
+    that keep none), num_units, neutral (the interval lies within 1 +- `NEUTRAL`, or holds 1) and resolved (it is
+    narrower than +- 5%, so that neutral means something). Raises InputError: no unit has both kinds of step.
     """
     rows = ok_rows(loop_rows, "loop", NEEDED)
     rows = rows[(rows["arm"] == "speculative") & (rows["num_drafted_tokens"] > 0)]
