@@ -98,7 +98,7 @@ def fullest_texts(cells: pd.DataFrame, panels: Sequence[str]) -> tuple[pd.DataFr
         return cells, ""
     kept = cells[cells["workload"].isin(prompts.index[:_MAX_TEXTS])]
     left_out = ", ".join(sorted(display_name(name, None) for name in prompts.index[_MAX_TEXTS:]))
-    return kept, f" · not drawn, with no more prompts: {left_out}"
+    return kept, f" · not drawn: {left_out}"
 
 
 Draw = Callable[[Axes, Mapping[str, Any], Mapping[str, Any]], None]
