@@ -1,6 +1,7 @@
 """Answers of a target to train heads on: generated in large batches, kept in a file, cut where they repeat."""
 
 import io
+import os
 import random
 import sys
 import time
@@ -20,7 +21,7 @@ from labkit.kv_cache import PagedKVCache
 from labkit.models.decoder import Decoder
 from labkit.paths import write_whole
 
-_CACHE_TOKENS, _MAX_ROWS = 1_200_000, 4096  # of the cache of a batch, at most
+_CACHE_SHARE, _MAX_ROWS = 0.5, 4096  # of the free memory and of the rows of a batch's cache, at most
 _PREFILL_TOKENS = 32_768  # of a pass
 _MIN_TOKENS = 16  # of an answer that is learnt from
 
@@ -50,7 +51,8 @@ def generate(
     deadline : `time.monotonic` at which no further batch is begun; the rest is left out.
     """
     order = sorted((ids for ids in prompts if ids), key=len)
-    random.Random(seed).shuffle(blocks := list(_blocks(order, max_new_tokens)))
+    cache_tokens = _CACHE_SHARE * free_memory(decoder.device) / decoder.shape.kv_bytes_per_token(decoder.dtype)
+    random.Random(seed).shuffle(blocks := list(_blocks(order, max_new_tokens, cache_tokens)))
     generator = torch.Generator(decoder.device).manual_seed(seed)
     answers: list[Answer] = []
     for block in blocks:
@@ -62,11 +64,18 @@ def generate(
     return answers
 
 
-def _blocks(order: list[list[int]], max_new_tokens: int) -> Iterator[list[list[int]]]:
+def free_memory(device: torch.device) -> float:
+    """Bytes that are free on a GPU; on the host half of all it has."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return 0.5 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _blocks(order: list[list[int]], max_new_tokens: int, cache_tokens: float) -> Iterator[list[list[int]]]:
     """Prompts that the cache holds together."""
     block: list[list[int]] = []
     for ids in order:
-        if block and (len(block) == _MAX_ROWS or (len(block) + 1) * (len(ids) + max_new_tokens) > _CACHE_TOKENS):
+        if block and (len(block) == _MAX_ROWS or (len(block) + 1) * (len(ids) + max_new_tokens) > cache_tokens):
             yield block
             block = []
         block.append(ids)
@@ -91,16 +100,16 @@ def _generate_batch(
     output = torch.zeros(count, max_new_tokens, dtype=torch.int64, device=device)
     stops = torch.tensor(stop_token_ids, device=device)
     sampled = torch.rand(count, generator=generator, device=device) < sampled_share
+    drawing = sampled.nonzero()[:, 0]
     done = torch.zeros(count, dtype=torch.bool, device=device)
     rows, view = torch.arange(count, device=device), cache
     num_steps = min(max_new_tokens, room - max(map(len, prompts)))
     for step in range(num_steps):
         logits = decoder.forward(last, view, backend=backend, logits="last")[:, 0]
         token = logits.argmax(dim=-1)
-        if sampled_share:
-            probs = sampling_probs(logits, temperature=temperature, top_p=1.0)
-            drawn = torch.multinomial(probs, 1, generator=generator)[:, 0]
-            token = torch.where(sampled[rows], drawn, token)
+        if len(drawing):
+            probs = sampling_probs(logits[drawing], temperature=temperature, top_p=1.0)
+            token[drawing] = torch.multinomial(probs, 1, generator=generator)[:, 0]
         output[rows, step] = token
         done[rows] |= torch.isin(token, stops)
         last = token[:, None]
@@ -109,7 +118,7 @@ def _generate_batch(
             if not bool(kept.any()):
                 break
             rows, last = rows[kept], last[kept]
-            view = cache.rows(rows.tolist())
+            view, drawing = cache.rows(rows.tolist()), sampled[rows].nonzero()[:, 0]
     rows_out = output[:, :num_steps].tolist()
     return [Answer(ids, _cut(row, stop_token_ids)) for ids, row in zip(prompts, rows_out, strict=True)]
 

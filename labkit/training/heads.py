@@ -220,12 +220,6 @@ class BlockNet(_Net):
         return self.norm("norm", hidden[:, :, 1:])
 
 
-def soft_cross_entropy(logits: Tensor, teacher: Tensor, weight: Tensor) -> Tensor:
-    """Mean over rows of ``-sum(teacher * log softmax(logits))``, weighted ``[rows]``."""
-    losses = F.cross_entropy(logits.float(), teacher.float(), reduction="none")
-    return (losses * weight).sum() / weight.sum().clamp(min=1.0)
-
-
 Net = AutoregressiveNet | BlockNet
 # By layout: seeded parameters, and the forward pass over them.
 INIT = {"autoregressive": init_autoregressive, "block": init_block}

@@ -1,7 +1,7 @@
 """What both heads learn from a batch: the target's probabilities at each step of a draft."""
 
 import math
-import random
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,24 +12,55 @@ from labkit.training.checkpoints import BLOCK_SIZE
 
 DRAFT_STEPS = 5
 _STEP_WEIGHT, _BLOCK_DECAY = 0.9, 4.0
-_MAX_ROWS = 24_576  # of a batch that the loss of one draft step is taken over
+_ENTRIES_PER_BLOCK = 6  # of an answer, for one block that the block head learns from
+_PART_ROWS = 8192  # whose logits are there at the same time
+
+
+class SoftCrossEntropy(torch.autograd.Function):
+    """Weighted mean of ``-sum(teacher * log softmax(states @ head_rows.T))``, and the share of right best tokens.
+
+    The output head learns nothing, so the gradient of the states is made on the way and no logits are kept.
+    states : ``[rows, hidden_size]``. teacher : ``[rows, draft vocabulary]``. weight : float32 ``[rows]``.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, head_rows: Tensor, teacher: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        share = weight / weight.sum().clamp(min=1.0)
+        loss, right = torch.zeros((), device=states.device), torch.zeros((), device=states.device)
+        gradient = torch.empty_like(states)
+        for part in (slice(start, start + _PART_ROWS) for start in range(0, len(states), _PART_ROWS)):
+            taught, part_share = teacher[part].float(), share[part]
+            log_probs = F.linear(states[part], head_rows).float().log_softmax(dim=-1)
+            loss -= ((taught * log_probs).sum(dim=-1) * part_share).sum()
+            right += ((log_probs.argmax(dim=-1) == taught.argmax(dim=-1)) * part_share).sum()
+            slope = (log_probs.exp() * taught.sum(dim=-1, keepdim=True) - taught) * part_share[:, None]
+            gradient[part] = slope.to(head_rows.dtype) @ head_rows
+        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(right)
+        return loss, right
+
+    @staticmethod
+    def backward(ctx: Any, loss: Tensor, right: Tensor) -> tuple[Tensor, None, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return (gradient * loss).to(gradient.dtype), None, None, None
 
 
 class Losses:
-    """The loss of a head on a batch, and the share of positions at which its best token is the target's, by step.
+    """The loss of a head on a batch, and the share of entries at which its best token is the target's, by step.
 
     head_rows : ``[draft vocabulary, hidden_size]``, rows of the target's output head.
     in_vocabulary : bool ``[vocabulary]``. mask_embedding : ``[hidden_size]``, of the block head's masks.
     """
 
-    def __init__(self, head_rows: Tensor, in_vocabulary: Tensor, mask_embedding: Tensor, rng: random.Random):
+    def __init__(self, head_rows: Tensor, in_vocabulary: Tensor, mask_embedding: Tensor):
         self.head_rows, self.in_vocabulary, self.mask_embedding = head_rows, in_vocabulary, mask_embedding
-        self.device, self.rng = head_rows.device, rng
+        self.device = head_rows.device
 
-    def __call__(self, net: heads.Net, batch: heads.Batch) -> tuple[Tensor, list[Tensor]]:
+    def __call__(self, net: heads.Net, batch: heads.Batch, shares: Tensor) -> tuple[Tensor, Tensor]:
+        """shares : float32 ``[batch_size, blocks]`` in [0, 1), where in the answers blocks begin (`num_blocks`)."""
         if isinstance(net, heads.AutoregressiveNet):
             return self._autoregressive_loss(net, batch)
-        return self._block_loss(net, batch)
+        return self._block_loss(net, batch, shares)
 
     def _predictable(self, batch: heads.Batch, places: Tensor) -> Tensor:
         """Whether a token at these positions exists and is in the draft vocabulary, float32."""
@@ -37,32 +68,23 @@ class Losses:
         lens = batch.lens.view(-1, *[1] * (places.dim() - 1))
         return ((places < lens) & self.in_vocabulary[tokens]).float()
 
-    def _rows(self, states: Tensor, teacher: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Loss over the rows that count, at most `_MAX_ROWS` of them, and whether the best token is the target's."""
-        rows = weight.flatten().nonzero()[:, 0]
-        if len(rows) > _MAX_ROWS:
-            rows = rows[:: -(-len(rows) // _MAX_ROWS)]
-        taught = teacher.flatten(0, -2)[rows]
-        logits = F.linear(states.flatten(0, -2)[rows], self.head_rows)
-        kept = weight.flatten()[rows]
-        return heads.soft_cross_entropy(logits, taught, kept), logits.detach().argmax(dim=-1) == taught.argmax(dim=-1)
+    def _step_loss(self, states: Tensor, teacher: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        rows = (states.flatten(0, -2), self.head_rows, teacher.flatten(0, -2), weight.flatten())
+        return SoftCrossEntropy.apply(*rows)
 
-    def _autoregressive_loss(self, net: heads.AutoregressiveNet, batch: heads.Batch) -> tuple[Tensor, list[Tensor]]:
+    def _autoregressive_loss(self, net: heads.AutoregressiveNet, batch: heads.Batch) -> tuple[Tensor, Tensor]:
         predictable = self._predictable(batch, batch.window + 2)
         total, right = torch.zeros((), device=self.device), []
         for step, states in enumerate(net.states(batch, DRAFT_STEPS)):
             weight = F.pad(predictable[:, step:], (step, 0))  # the first entries have no draft so long behind them
-            loss, agrees = self._rows(net.norm("norm", states), batch.teacher, weight)
+            loss, agrees = self._step_loss(net.norm("norm", states), batch.teacher, weight)
             total = total + _STEP_WEIGHT**step * loss
-            right.append(agrees.float().mean())
-        return total / sum(_STEP_WEIGHT**step for step in range(DRAFT_STEPS)), right
+            right.append(agrees)
+        return total / sum(_STEP_WEIGHT**step for step in range(DRAFT_STEPS)), torch.stack(right)
 
-    def _block_loss(self, net: heads.BlockNet, batch: heads.Batch) -> tuple[Tensor, list[Tensor]]:
+    def _block_loss(self, net: heads.BlockNet, batch: heads.Batch, shares: Tensor) -> tuple[Tensor, Tensor]:
         window = batch.teacher.shape[1]
-        num_blocks = max(1, window // 6)
-        # Anchors are drawn on the host: the same on every device.
-        shares = torch.tensor([[self.rng.random() for _ in range(num_blocks)] for _ in range(len(batch.first))])
-        places = (shares.to(self.device) * (batch.lens - batch.first - 2)[:, None].clamp(min=1)).long()
+        places = (shares * (batch.lens - batch.first - 2)[:, None].clamp(min=1)).long()
         anchors = batch.first[:, None] + 1 + places
         states = net.states(batch, anchors, self.mask_embedding, BLOCK_SIZE)
         rows = torch.arange(len(anchors), device=self.device)[:, None]
@@ -70,7 +92,12 @@ class Losses:
         for step in range(1, BLOCK_SIZE):
             teacher = batch.teacher[rows, (places + step - 1).clamp(max=window - 1)]
             decay = math.exp(-(step - 1) / _BLOCK_DECAY)
-            loss, agrees = self._rows(states[:, :, step - 1], teacher, self._predictable(batch, anchors + step))
+            loss, agrees = self._step_loss(states[:, :, step - 1], teacher, self._predictable(batch, anchors + step))
             total, norm = total + decay * loss, norm + decay
-            right.append(agrees.float().mean())
-        return total / norm, right
+            right.append(agrees)
+        return total / norm, torch.stack(right)
+
+
+def num_blocks(window: int) -> int:
+    """Blocks of an answer that one batch learns from."""
+    return max(1, window // _ENTRIES_PER_BLOCK)
