@@ -2,9 +2,10 @@
 
     python benchmarks/attention_targets.py [RUN.parquet [BACKEND]]
 
-Prints, per shape and q_len, the ratio of median times with the interval of resampled rounds, the geometric mean over
-the 108 cells, the cells whose interval lies wholly above 1.05, the share of a pure read at 128K tokens, and how narrow
-the intervals are. Ratios are taken within the run, whose rounds interleave all backends of a cell.
+Without a run: the newest that holds the target grid. Prints, per shape and q_len, the ratio of median times with the interval of resampled rounds, the geometric mean over
+the 108 cells, the cells whose interval lies wholly above 1.05, the share of a pure read at 128K tokens, how narrow
+the intervals are, and how well times over the run's own read bandwidth repeat in other runs of the preset. Ratios are
+taken within the run, whose rounds interleave all backends of a cell.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from labkit.paths import RUNS
 
 LIBRARIES = ("flashinfer_fa2", "flashinfer_fa3", "flashinfer_auto", "flashinfer_decode", "fa3")
 NUM_RESAMPLES = 2000
+NUM_POINTS = 1000  # more has only the preset's whole grid
 
 
 def resampled_medians(samples_ms: np.ndarray, picks: np.ndarray) -> np.ndarray:
@@ -29,9 +31,9 @@ def resampled_medians(samples_ms: np.ndarray, picks: np.ndarray) -> np.ndarray:
 
 def main() -> None:
     """Read the run and print the table."""
-    runs = (RUNS / "attention" / "nvidia-h200").glob("*.parquet")
-    # The largest holds the preset's whole grid.
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else max(runs, key=lambda run: run.stat().st_size)
+    runs = sorted((RUNS / "attention" / "nvidia-h200").glob("*.parquet"))
+    whole = [run for run in runs if len(pd.read_parquet(run, columns=["point_key"])["point_key"].unique()) > NUM_POINTS]
+    path = Path(sys.argv[1]) if len(sys.argv) > 1 else whole[-1]
     ours = sys.argv[2] if len(sys.argv) > 2 else "triton_split"
     rows = pd.read_parquet(path)
     rows = rows[rows["status"] == "ok"]
@@ -81,6 +83,20 @@ def main() -> None:
             widths.append((high - low) / 2 / np.median(times_ms))
     share = np.mean(np.array(widths) <= 0.02)
     print(f"\ninterval half-width at most 2 %: {share:.1%} of {len(widths)} points above 20 us")
+    for other in whole:
+        if other.name != path.name:
+            change = over_floor(path) / over_floor(other) - 1
+            change = change.dropna()
+            print(f"over {other.name}: {(change.abs() <= 0.03).mean():.1%} of {len(change)} points within 3 %")
+            print(change.abs().groupby("backend").agg(["size", "median", "max"]).round(3).to_string())
+
+
+def over_floor(path: Path) -> pd.Series:
+    """Median time of each point above 20 us times the run's own read bandwidth, by point."""
+    rows = pd.read_parquet(path)
+    calibration = json.loads(path.with_suffix(".json").read_text())["calibration"]
+    medians_ms = rows[rows["status"] == "ok"].groupby(["group", "backend"])["attention_ms"].median()
+    return medians_ms[medians_ms > 0.02] * calibration["read_gb_per_s"]
 
 
 if __name__ == "__main__":
