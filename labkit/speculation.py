@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from labkit.accept import AcceptRule, accept_greedy
+from labkit.shapes import MAX_Q_LEN
 from labkit.timing import Clock, NullClock
 
 
@@ -37,6 +38,8 @@ class Request:
     token_ids: list[int]  # prompt and output so far; the last one is not in the cache yet
     num_prompt_tokens: int
     finish_reason: str = ""
+    # float64 [2, MAX_Q_LEN] in 0..1 of its own stream, new in each step: for the drafter, and for the accept rule
+    uniforms: Tensor | None = None
     steps: list[Step] = field(default_factory=list)
 
     @property
@@ -64,6 +67,7 @@ class Draft:
     parents: a tree's structure, int64 [batch_size, q_len - 1]: the place of the node that each one continues, which
         stands before it; -1: the last token. Siblings differ. None: a chain. depth: the longest path of a tree.
     top_ids: [batch_size, num_top_ids], the drafter's most probable tokens right behind the last one, best first.
+    uniforms: [batch_size, MAX_Q_LEN], what the accept rule draws with: `Request.uniforms`, put here by the loop.
     """
 
     token_ids: Tensor
@@ -73,6 +77,7 @@ class Draft:
     parents: Tensor | None = None
     depth: int = 0
     top_ids: Tensor | None = None
+    uniforms: Tensor | None = None
 
     @classmethod
     def from_lists(cls, tokens: Sequence[Sequence[int]]) -> Draft:
@@ -127,6 +132,7 @@ def speculate(
     clock: Clock | None = None,
     stop_token_ids: Sequence[int] = (),
     max_steps: int | None = None,
+    generators: Sequence[torch.Generator] = (),
 ) -> list[Generation]:
     """Generate from a batch of prompts; each request advances by its own acceptance, finished ones leave the batch.
 
@@ -137,6 +143,8 @@ def speculate(
     accept : rule for drafts and for the tokens the target adds; ``accept_greedy`` by default.
     clock : of `labkit.timing`; each step's times are stored with it. The prefill is not timed.
     max_steps : target passes after which the run ends, whatever is still open; None: no limit.
+    generators : on the host, one per prompt, for rules and drafters that sample: what a prompt becomes then depends on
+        nothing else in the batch. Chains of fewer than `MAX_Q_LEN` tokens.
 
     Raises ValueError: k < 0, max_new_tokens < 1, no or an empty prompt, k and drafter that contradict each other, or a
     drafter that proposes more than k tokens.
@@ -148,7 +156,8 @@ def speculate(
     requests = [Request(i, list(prompt), len(prompt)) for i, prompt in enumerate(prompts)]
 
     logits = target.start(requests)
-    first = accept(logits.unsqueeze(1), _no_draft(len(requests)))
+    uniforms = _draw(requests, generators)
+    first = accept(logits.unsqueeze(1), replace(_no_draft(len(requests)), uniforms=uniforms))
     for request, token in zip(requests, first[1].tolist(), strict=True):
         _extend(request, [token], stops, max_new_tokens)
     if drafter is not None:
@@ -158,7 +167,8 @@ def speculate(
     while step_index != max_steps and (active := [request for request in requests if not request.finish_reason]):
         clock.start_step()
         limits = _limits(target, drafter, active, num_speculative_tokens, max_new_tokens)
-        draft = _propose(drafter, active, num_speculative_tokens, limits)
+        uniforms = _draw(active, generators)
+        draft = replace(_propose(drafter, active, num_speculative_tokens, limits), uniforms=uniforms)
         clock.lap("draft")
         logits = target.verify(active, draft) if drafter else target.decode(active)
         clock.lap("verify")
@@ -185,6 +195,16 @@ def speculate(
         for request in requests
         for ids, start in [(request.token_ids, request.num_prompt_tokens)]
     ]
+
+
+def _draw(requests: Sequence[Request], generators: Sequence[torch.Generator]) -> Tensor | None:
+    """A step's random numbers of each request's own stream, always as many; those of the accept rule together."""
+    if not generators:
+        return None
+    for request in requests:
+        stream = generators[request.index]
+        request.uniforms = torch.rand(2, MAX_Q_LEN, generator=stream, dtype=torch.float64)
+    return torch.stack([request.uniforms[1] for request in requests if request.uniforms is not None])
 
 
 def _extend(request: Request, tokens: list[int], stops: frozenset[int], max_new_tokens: int) -> bool:
