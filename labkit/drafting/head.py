@@ -56,7 +56,7 @@ class Head:
 class HeadDrafter(ABC):
     """Drafts with a head.
 
-    temperature : 0 drafts greedily; above 0 it samples (`Request.uniforms`), and the draft carries the distribution.
+    temperature : 0 drafts greedily; above 0 it samples (with `Streams`), and the draft carries the distribution.
     min_confidence : stop before a token whose distribution has no probability of at least this; 0 drafts all k. What
         decides is the distribution and not the token drawn from it, so sampling stays exact.
     tree : draft trees of depth k instead of chains, always by probability.
@@ -123,16 +123,15 @@ class HeadDrafter(ABC):
 
 
 def draft_uniforms(requests: Sequence[Request], k: int, temperature: float, device: torch.device) -> Tensor | None:
-    """Random numbers of k drafts float64 ``[batch_size, k]``, of each request's own stream; None at temperature 0.
+    """What k drafts of each request are drawn with, float64 ``[batch_size, k]``; None at temperature 0.
 
-    Raises ValueError: the requests have none.
+    Raises ValueError: the requests have no streams.
     """
     if temperature == 0:
         return None
-    rows = [request.uniforms[0, :k] for request in requests if request.uniforms is not None]
-    if len(rows) < len(requests):
-        raise ValueError(f"temperature {temperature:g}: wanted a stream for each request (generators of speculate)")
-    return torch.stack(rows).to(device)
+    if (streams := requests[0].streams) is None:
+        raise ValueError(f"temperature {temperature:g}: wanted requests with streams (generators of speculate)")
+    return streams.of(requests, drafter=True)[:, :k].to(device)
 
 
 def choose(

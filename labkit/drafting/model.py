@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class ModelDrafter:
     """Drafts k tokens one by one with any decoder; after a full acceptance the missed token is caught up first.
 
-    temperature : 0 drafts greedily; above 0 it samples (`Request.uniforms`), and the draft carries the distribution.
+    temperature : 0 drafts greedily; above 0 it samples (with `Streams`), and the draft carries the distribution.
     """
 
     def __init__(

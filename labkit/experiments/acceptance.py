@@ -254,9 +254,7 @@ def _kept_targets(target: str, dtype: str, backend: str, workload: str) -> dict[
     return {}
 
 
-def _generate(
-    point: dict[str, Any], target: ModelTarget, prompts: _Prompts, accept: AcceptRule
-) -> list[Generation]:
+def _generate(point: dict[str, Any], target: ModelTarget, prompts: _Prompts, accept: AcceptRule) -> list[Generation]:
     """A text per request; what is sampled of one depends on its own random stream and on no other request."""
     from labkit.speculation import speculate
 

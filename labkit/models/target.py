@@ -170,7 +170,6 @@ class ModelTarget:
         taps = Taps(self.taps, self._hidden[row : row + 1, shared : len(token_ids)]) if self.taps else None
         return self.decoder.prefill(token_ids[shared:], self.cache, row, backend=self.verify_backend, taps=taps)
 
-
     def _repeat(self, row: int, request: Request, first: int, logits: Tensor) -> Tensor:
         """The prefill of a row whose prompt an earlier row has just been given: a copy."""
         self.cache.repeat(first, row)
