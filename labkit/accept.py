@@ -40,7 +40,7 @@ def _best(logits: Tensor) -> Tensor:
 
 
 def _agreeing(best: Tensor, draft: Draft) -> Tensor:
-    return _leading_true(best[:, :-1] == draft.token_ids.cpu(), draft)
+    return _leading_true(best[:, :-1] == draft.token_ids.cpu(), torch.tensor(draft.lengths))
 
 
 def _accept(best: Tensor, accepted: Tensor) -> Tensor:
@@ -48,7 +48,12 @@ def _accept(best: Tensor, accepted: Tensor) -> Tensor:
 
 
 def accept_sampling(
-    logits: Tensor, draft: Draft, *, temperature: float = 1.0, top_p: float = 1.0, generator: torch.Generator
+    logits: Tensor,
+    draft: Draft,
+    *,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    generator: torch.Generator | None = None,
 ) -> Tensor:
     """Speculative sampling (Leviathan et al. 2023): the output is distributed as the target's own samples.
 
@@ -56,36 +61,47 @@ def accept_sampling(
     from the positive part of p - q, after a fully kept draft from p. ``temperature`` and ``top_p`` shape p only:
     q (``draft.probs``) is what the drafter really sampled from; a draft without probs has q(x) = 1. In a tree, whose
     nodes are chosen and not drawn, that comes to drawing from p at every node and following the draws.
+    The random numbers are ``draft.uniforms``, each request's own, or come from ``generator`` where a draft has none.
 
     Returns int64 [2, batch_size]. Raises ValueError for a temperature that is not positive or top_p outside (0, 1].
     """
     target_probs = sampling_probs(logits, temperature=temperature, top_p=top_p)
-    if draft.parents is not None:
-        drawn = torch.multinomial(target_probs.flatten(0, 1), 1, generator=generator)
-        return _follow_tree(drawn.view(target_probs.shape[:2]), draft)
-    tokens = draft.token_ids.to(logits.device)
-    batch_size, num_drafts = tokens.shape
-    p_draft = target_probs[:, :num_drafts].gather(2, tokens[..., None])[..., 0]
-    if draft.probs is None:
-        draft_probs = torch.zeros_like(target_probs[:, :num_drafts]).scatter_(2, tokens[..., None], 1.0)
-        q_draft = torch.ones_like(p_draft)
+    if draft.uniforms is None:
+        uniform = torch.rand(logits.shape[:2], generator=generator, device=logits.device, dtype=torch.float64)
     else:
-        draft_probs = draft.probs.to(logits.device)
-        q_draft = draft_probs.gather(2, tokens[..., None])[..., 0]
-    uniform = torch.rand(batch_size, num_drafts, generator=generator, device=logits.device, dtype=p_draft.dtype)
-    accepted = _leading_true(uniform * q_draft < p_draft, draft)
-
-    rows = torch.arange(batch_size, device=logits.device)
-    final = target_probs[rows, accepted]
+        uniform = draft.uniforms[:, : logits.shape[1]].to(logits.device)
+    if draft.parents is not None:
+        return _follow_tree(draw(target_probs, uniform), draft)
+    tokens = draft.token_ids.to(logits.device)
+    num_drafts = tokens.shape[1]
+    p_draft = target_probs[:, :num_drafts].gather(2, tokens[..., None])[..., 0]
+    q_draft = None if draft.probs is None else draft.probs.gather(2, tokens[..., None])[..., 0]
+    threshold = uniform[:, 1:] if q_draft is None else uniform[:, 1:] * q_draft
     lengths = torch.tensor(draft.lengths, device=logits.device)
+    accepted = _leading_true(threshold < p_draft, lengths)
+
+    rows = torch.arange(len(tokens), device=logits.device)
+    final = target_probs[rows, accepted]
     if num_drafts:
-        rejected = (accepted < lengths)[:, None]
-        residual = (final - draft_probs[rows, accepted.clamp(max=num_drafts - 1)]).clamp(min=0)
+        rejected, place = (accepted < lengths)[:, None], accepted.clamp(max=num_drafts - 1)
+        if draft.probs is None:
+            residual = final.scatter(1, tokens[rows, place][:, None], 0.0)
+        else:
+            residual = (final - draft.probs[rows, place]).clamp(min=0)
         # p = q to the last bit leaves no residual; then p itself is the right distribution.
         residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, final)
         final = torch.where(rejected, residual, final)
-    added = torch.multinomial(final, 1, generator=generator)[:, 0]
-    return torch.stack([accepted, added])
+    return torch.stack([accepted, draw(final, uniform[:, 0])])
+
+
+def draw(probs: Tensor, uniform: Tensor) -> Tensor:
+    """Tokens ``[...]`` of distributions ``[..., vocab_size]``: where their cumulative sums pass ``uniform`` (float64).
+
+    The sums are float64, so that a token of any float32 probability can come out. A draw depends on its own row alone,
+    and the host does not wait for it. A row that is no distribution (NaN) draws ``vocab_size``, which no lookup takes.
+    """
+    below = probs.double().cumsum(dim=-1)
+    return torch.searchsorted(below, uniform[..., None] * below[..., -1:], right=True)[..., 0]
 
 
 def sampling_probs(logits: Tensor, *, temperature: float, top_p: float) -> Tensor:
@@ -139,8 +155,7 @@ def _follow_tree(chosen: Tensor, draft: Draft) -> Tensor:
     return torch.stack([accepted, chosen.gather(1, here[:, None] + 1)[:, 0], *path])
 
 
-def _leading_true(agrees: Tensor, draft: Draft) -> Tensor:
+def _leading_true(agrees: Tensor, lengths: Tensor) -> Tensor:
     """Length of the leading run of agreement [batch_size], padding never counted."""
-    lengths = torch.tensor(draft.lengths, device=agrees.device)
     inside = torch.arange(agrees.shape[1], device=agrees.device)[None, :] < lengths[:, None]
     return (agrees & inside).long().cumprod(dim=1).sum(dim=1)

@@ -183,6 +183,14 @@ class PagedKVCache:
             flat = storage.flatten(1, 2)
             flat[:, write] = flat[:, read]
 
+    def repeat(self, source: int, request: int) -> None:
+        """Make a request hold what another one does: a copy of its K and V, in pages of its own."""
+        length = self.context_lens[source]
+        read, write = self._host_table[[source, request], : self._num_pages(length)].to(self.device)
+        for storage in (self.k, self.v):
+            storage[:, write] = storage[:, read]
+        self._lens[self._requests[request]] = length
+
     def _set_lens(self, lens: list[int]) -> None:
         if max(lens) > self.max_context_len:
             raise ValueError(f"context_len must be at most max_context_len={self.max_context_len}, got {max(lens)}")

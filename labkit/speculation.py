@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from labkit.accept import AcceptRule, accept_greedy
+from labkit.shapes import MAX_Q_LEN
 from labkit.timing import Clock, NullClock
 
 
@@ -29,6 +30,22 @@ class Step:
     times: dict[str, float | None]
 
 
+class Streams:
+    """Random numbers in 0..1 for each request, from a generator of its own on the host.
+
+    Behind the same number of output tokens they are always the same, so that they depend on nothing else in the batch.
+    """
+
+    def __init__(self, generators: Sequence[torch.Generator], max_new_tokens: int):
+        size = (max_new_tokens, 2, MAX_Q_LEN)
+        self._table = torch.stack([torch.rand(size, generator=one, dtype=torch.float64) for one in generators])
+
+    def of(self, requests: Sequence[Request], *, drafter: bool) -> Tensor:
+        """float64 ``[batch_size, MAX_Q_LEN]`` of this step; the drafter's are others than the accept rule's."""
+        indices, places = torch.tensor([(request.index, request.num_output_tokens) for request in requests]).T
+        return self._table[indices, places, int(drafter)]
+
+
 @dataclass
 class Request:
     """A prompt on its way. Drafters read it; only the loop writes it."""
@@ -37,6 +54,7 @@ class Request:
     token_ids: list[int]  # prompt and output so far; the last one is not in the cache yet
     num_prompt_tokens: int
     finish_reason: str = ""
+    streams: Streams | None = None  # of the whole batch
     steps: list[Step] = field(default_factory=list)
 
     @property
@@ -64,6 +82,7 @@ class Draft:
     parents: a tree's structure, int64 [batch_size, q_len - 1]: the place of the node that each one continues, which
         stands before it; -1: the last token. Siblings differ. None: a chain. depth: the longest path of a tree.
     top_ids: [batch_size, num_top_ids], the drafter's most probable tokens right behind the last one, best first.
+    uniforms: [batch_size, MAX_Q_LEN], what the accept rule draws with (`Streams`), put here by the loop.
     """
 
     token_ids: Tensor
@@ -73,6 +92,7 @@ class Draft:
     parents: Tensor | None = None
     depth: int = 0
     top_ids: Tensor | None = None
+    uniforms: Tensor | None = None
 
     @classmethod
     def from_lists(cls, tokens: Sequence[Sequence[int]]) -> Draft:
@@ -127,6 +147,7 @@ def speculate(
     clock: Clock | None = None,
     stop_token_ids: Sequence[int] = (),
     max_steps: int | None = None,
+    generators: Sequence[torch.Generator] = (),
 ) -> list[Generation]:
     """Generate from a batch of prompts; each request advances by its own acceptance, finished ones leave the batch.
 
@@ -137,6 +158,7 @@ def speculate(
     accept : rule for drafts and for the tokens the target adds; ``accept_greedy`` by default.
     clock : of `labkit.timing`; each step's times are stored with it. The prefill is not timed.
     max_steps : target passes after which the run ends, whatever is still open; None: no limit.
+    generators : one per prompt, for rules and drafters that sample (`Streams`).
 
     Raises ValueError: k < 0, max_new_tokens < 1, no or an empty prompt, k and drafter that contradict each other, or a
     drafter that proposes more than k tokens.
@@ -145,10 +167,11 @@ def speculate(
     accept = accept or accept_greedy
     clock = clock or NullClock()
     stops = frozenset(stop_token_ids)
-    requests = [Request(i, list(prompt), len(prompt)) for i, prompt in enumerate(prompts)]
+    streams = Streams(generators, max_new_tokens) if generators else None
+    requests = [Request(i, list(prompt), len(prompt), streams=streams) for i, prompt in enumerate(prompts)]
 
     logits = target.start(requests)
-    first = accept(logits.unsqueeze(1), _no_draft(len(requests)))
+    first = accept(logits.unsqueeze(1), _with_uniforms(_no_draft(len(requests)), requests))
     for request, token in zip(requests, first[1].tolist(), strict=True):
         _extend(request, [token], stops, max_new_tokens)
     if drafter is not None:
@@ -158,7 +181,7 @@ def speculate(
     while step_index != max_steps and (active := [request for request in requests if not request.finish_reason]):
         clock.start_step()
         limits = _limits(target, drafter, active, num_speculative_tokens, max_new_tokens)
-        draft = _propose(drafter, active, num_speculative_tokens, limits)
+        draft = _with_uniforms(_propose(drafter, active, num_speculative_tokens, limits), active)
         clock.lap("draft")
         logits = target.verify(active, draft) if drafter else target.decode(active)
         clock.lap("verify")
@@ -185,6 +208,11 @@ def speculate(
         for request in requests
         for ids, start in [(request.token_ids, request.num_prompt_tokens)]
     ]
+
+
+def _with_uniforms(draft: Draft, requests: Sequence[Request]) -> Draft:
+    streams = requests[0].streams
+    return replace(draft, uniforms=streams.of(requests, drafter=False)) if streams else draft
 
 
 def _extend(request: Request, tokens: list[int], stops: frozenset[int], max_new_tokens: int) -> bool:
@@ -215,7 +243,9 @@ def _propose(drafter: Drafter | None, requests: Sequence[Request], k: int, limit
     """What the drafter proposes, each row cut to its limit."""
     if drafter is None or max(limits) == 0:
         return _no_draft(len(requests))
-    draft = drafter.propose(requests, max(limits))
+    # Which nodes a tree has depends on its depth, which must not depend on the other requests.
+    is_tree = bool(getattr(drafter, "num_draft_nodes", None))
+    draft = drafter.propose(requests, k if is_tree else max(limits))
     if draft.parents is not None:  # a path beyond a request's limit is cut when its tokens are kept
         return draft
     if draft.token_ids.shape[1] > k:

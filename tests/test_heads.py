@@ -166,18 +166,22 @@ def test_every_k_from_one_pass_counts_as_the_loop_does(agreeing, layout, options
     assert total > 0
 
 
+def streams(seeds):
+    return [torch.Generator().manual_seed(seed) for seed in seeds]
+
+
 @pytest.mark.parametrize("layout", ["autoregressive", "block"])
 def test_sampled_drafts_leave_the_targets_distribution(agreeing, layout):
     """The second and third token of a text, out of the loop with a head that samples, against the target's own."""
     decoder, folder = agreeing[layout]
     prompt, draws = [3, 1, 2], 500
     target = ModelTarget(decoder, batch_size=draws, max_context_len=16, verify_backend="sdpa_masked", taps=TAPS)
-    generator = torch.Generator().manual_seed(0)
     kind = {"autoregressive": AutoregressiveDrafter, "block": BlockDrafter}[layout]
     options = {} if layout == "block" else {"backend": "sdpa_masked"}
-    drafter = kind.from_folder(folder, target, temperature=0.7, generator=generator, **options)
-    rule = partial(accept_sampling, temperature=0.7, top_p=0.9, generator=generator)
-    runs = speculate(target, drafter, [prompt] * draws, num_speculative_tokens=2, max_new_tokens=3, accept=rule)
+    drafter = kind.from_folder(folder, target, temperature=0.7, **options)
+    rule = partial(accept_sampling, temperature=0.7, top_p=0.9)
+    run = {"num_speculative_tokens": 2, "max_new_tokens": 3, "accept": rule, "generators": streams(range(draws))}
+    runs = speculate(target, drafter, [prompt] * draws, **run)
     cache = decoder.new_cache(1, 16)
     probs = lambda text: sampling_probs(  # noqa: E731
         decoder.forward(torch.tensor([text]), cache.clone(), backend="reference", logits="last")[0, 0],

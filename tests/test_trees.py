@@ -133,8 +133,9 @@ def test_sampling_over_a_tree_keeps_the_distribution(temperature, top_p):
         assert not here.any() or chi_square_p(torch.bincount(second, minlength=VOCAB), target) > 1e-3
 
 
+@pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("drafts", ["chain", "tree"])
-def test_the_loop_samples_whole_texts_as_the_target_does(drafts):
+def test_the_loop_samples_whole_texts_as_the_target_does(drafts, streams):
     """Pairs of tokens that come out of the loop, against the product of the target's probabilities."""
     target = ToyTarget(vocab_size=3, seed=5)
 
@@ -151,8 +152,10 @@ def test_the_loop_samples_whole_texts_as_the_target_does(drafts):
             parents = torch.tensor([[-1, -1, 0]]).expand(count, -1)
             return Draft(torch.tensor([[1, 0, 2]]).expand(count, -1), [3] * count, parents=parents, depth=2)
 
-    rule = partial(accept_sampling, temperature=0.7, generator=torch.Generator().manual_seed(1))
-    runs = speculate(target, Drafter(), [[0, 1]] * 6_000, num_speculative_tokens=2, max_new_tokens=3, accept=rule)
+    rule = partial(accept_sampling, temperature=0.7, generator=None if streams else torch.Generator().manual_seed(1))
+    run = {"num_speculative_tokens": 2, "max_new_tokens": 3, "accept": rule}
+    run["generators"] = [torch.Generator().manual_seed(seed) for seed in range(6_000)] if streams else ()
+    runs = speculate(target, Drafter(), [[0, 1]] * 6_000, **run)
     found = Counter(tuple(generation.output_ids) for generation in runs)
     probs = {}
     for a in range(3):

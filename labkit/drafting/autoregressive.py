@@ -17,7 +17,7 @@ from torch import Tensor
 from labkit.accept import tree_rows
 from labkit.attention.api import AttentionSpec
 from labkit.drafting.checkpoint import Checkpoint
-from labkit.drafting.head import Head, HeadDrafter
+from labkit.drafting.head import Head, HeadDrafter, draft_uniforms
 from labkit.drafting.tree import TreeShape, grow_tree
 from labkit.errors import InputError
 from labkit.shapes import MAX_Q_LEN
@@ -131,6 +131,7 @@ class AutoregressiveDrafter(HeadDrafter):
             drafts: list[Tensor] = []
             probs: list[Tensor] = []
             top: Tensor | None = None
+            uniforms = draft_uniforms(requests, k, self.temperature, states.device)
             confident = torch.ones(len(requests), dtype=torch.int64, device=states.device)
             lengths = torch.zeros_like(confident)
             for place in range(k):
@@ -140,8 +141,8 @@ class AutoregressiveDrafter(HeadDrafter):
                     confident = confident * (logits.softmax(dim=-1).amax(dim=-1) >= self.min_confidence)
                     if not confident.any():
                         break
-                lengths += confident
-                token, prob = self._choose(logits)
+                    lengths += confident
+                token, prob = self._choose(logits, None if uniforms is None else uniforms[:, place])
                 drafts.append(token[:, None])
                 probs += [] if prob is None else [prob]
                 if place + 1 < k:
@@ -149,7 +150,8 @@ class AutoregressiveDrafter(HeadDrafter):
             if not drafts:
                 return replace(Draft.from_lists([[] for _ in requests]), top_ids=top)
             distribution = torch.stack(probs, dim=1) if probs else None
-            return Draft(torch.cat(drafts, dim=1).clone(), lengths.tolist(), distribution, top_ids=top)
+            counts = lengths.tolist() if self.min_confidence else [k] * len(requests)
+            return Draft(torch.cat(drafts, dim=1).clone(), counts, distribution, top_ids=top)
 
     def _grow(self, shape: TreeShape, depth: int, cache: PagedKVCache, root: Tensor) -> Draft:
         """A tree; each level is one pass over all nodes that were grown on, since a mask spans the new tokens only."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from labkit.attention.api import AttentionSpec
 from labkit.drafting.checkpoint import Checkpoint
-from labkit.drafting.head import Head, HeadDrafter
+from labkit.drafting.head import Head, HeadDrafter, draft_uniforms
 from labkit.drafting.tree import grow_tree
 from labkit.errors import InputError
 from labkit.speculation import Draft, Request
@@ -99,10 +99,12 @@ class BlockDrafter(HeadDrafter):
                 first = logits[:, 0].log_softmax(dim=-1)
                 expand = lambda level, _: next(places).expand(-1, level.shape[1], -1)  # noqa: E731
                 return replace(grow_tree(self.tree, k, first, expand, self.head.token_ids), top_ids=top)
-            confidence = logits.softmax(dim=-1).amax(dim=-1)
-            lengths = (confidence >= self.min_confidence).long().cumprod(dim=1).sum(dim=1)
-            tokens, probs = self._choose(logits)
-            return Draft(tokens.clone(), lengths.tolist(), None if probs is None else probs.clone(), top_ids=top)
+            lengths = [k] * len(requests)
+            if self.min_confidence:
+                confident = logits.softmax(dim=-1).amax(dim=-1) >= self.min_confidence
+                lengths = confident.long().cumprod(dim=1).sum(dim=1).tolist()
+            tokens, probs = self._choose(logits, draft_uniforms(requests, k, self.temperature, logits.device))
+            return Draft(tokens.clone(), lengths, None if probs is None else probs.clone(), top_ids=top)
 
     def _logits(self, requests: Sequence[Request]) -> Tensor:
         """Cache the states of the tokens that were verified since, then run the block."""

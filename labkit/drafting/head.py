@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from labkit.accept import sampling_probs
+from labkit.accept import draw, sampling_probs
 from labkit.drafting.checkpoint import Checkpoint, read_checkpoint
 from labkit.models.layers import Layers
 from labkit.shapes import MAX_Q_LEN
@@ -56,7 +56,7 @@ class Head:
 class HeadDrafter(ABC):
     """Drafts with a head.
 
-    temperature : 0 drafts greedily; above 0 it samples, and the draft carries the distribution it sampled from.
+    temperature : 0 drafts greedily; above 0 it samples (with `Streams`), and the draft carries the distribution.
     min_confidence : stop before a token whose distribution has no probability of at least this; 0 drafts all k. What
         decides is the distribution and not the token drawn from it, so sampling stays exact.
     tree : draft trees of depth k instead of chains, always by probability.
@@ -75,10 +75,9 @@ class HeadDrafter(ABC):
         temperature: float = 0.0,
         min_confidence: float = 0.0,
         tree: TreeShape | None = None,
-        generator: torch.Generator | None = None,
     ):
         self.name, self.head, self.target, self.backend = head.name, head, target, backend or self._backend
-        self.temperature, self.min_confidence, self.generator = temperature, min_confidence, generator
+        self.temperature, self.min_confidence = temperature, min_confidence
         self.tree, self.num_draft_nodes = tree, tree and tree.num_draft_nodes
         self.num_top_ids = 0
 
@@ -113,38 +112,50 @@ class HeadDrafter(ABC):
         """Drafts that the head's positions leave room for."""
         return self.head.shape.max_context_len - max(len(request.token_ids) for request in requests)
 
-    def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _choose(self, logits: Tensor, uniform: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """As `choose`, in the target's vocabulary."""
         ids, vocab_size = self.head.token_ids, self.head.target.shape.vocab_size
-        return choose(logits, self.temperature, self.generator, token_ids=ids, vocab_size=vocab_size)
+        return choose(logits, self.temperature, uniform, token_ids=ids, vocab_size=vocab_size)
 
     def _top(self, logits: Tensor) -> Tensor | None:
         """As `top_ids`, in the target's vocabulary."""
         return top_ids(logits, self.num_top_ids, self.head.token_ids)
 
 
+def draft_uniforms(requests: Sequence[Request], k: int, temperature: float, device: torch.device) -> Tensor | None:
+    """What k drafts of each request are drawn with, float64 ``[batch_size, k]``; None at temperature 0.
+
+    Raises ValueError: the requests have no streams.
+    """
+    if temperature == 0:
+        return None
+    if (streams := requests[0].streams) is None:
+        raise ValueError(f"temperature {temperature:g}: wanted requests with streams (generators of speculate)")
+    return streams.of(requests, drafter=True)[:, :k].to(device)
+
+
 def choose(
     logits: Tensor,
     temperature: float,
-    generator: torch.Generator | None,
+    uniform: Tensor | None,
     *,
     token_ids: Tensor | None = None,
     vocab_size: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
     """Tokens ``[...]`` of logits ``[..., draft vocabulary]``: the best ones, or drawn, with what they were drawn from.
 
+    uniform : ``[...]``, of `draft_uniforms`; None at temperature 0.
     token_ids : the target's id of each draft token, of ``vocab_size``; None: the same.
 
     Returns also the probabilities ``[..., vocabulary]``; None at temperature 0.
     """
-    if temperature == 0:
+    if uniform is None:
         best = logits.argmax(dim=-1)
         return (best if token_ids is None else token_ids[best]), None
     probs = sampling_probs(logits, temperature=temperature, top_p=1.0)
     if token_ids is not None:
         probs = probs.new_zeros(*probs.shape[:-1], vocab_size).index_copy_(-1, token_ids, probs)
-    drawn = torch.multinomial(probs.flatten(0, -2), 1, generator=generator)
-    return drawn.view(probs.shape[:-1]), probs
+    return draw(probs, uniform), probs
 
 
 def top_ids(logits: Tensor, count: int, token_ids: Tensor | None = None) -> Tensor | None:

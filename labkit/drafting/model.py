@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from labkit.drafting.head import choose, top_ids
+from labkit.drafting.head import choose, draft_uniforms, top_ids
 from labkit.speculation import Draft, Request
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class ModelDrafter:
     """Drafts k tokens one by one with any decoder; after a full acceptance the missed token is caught up first.
 
-    temperature : 0 drafts greedily; above 0 it samples, and the draft carries the distribution it sampled from.
+    temperature : 0 drafts greedily; above 0 it samples (with `Streams`), and the draft carries the distribution.
     """
 
     def __init__(
@@ -28,11 +28,10 @@ class ModelDrafter:
         max_context_len: int,
         backend: str = "sdpa",
         temperature: float = 0.0,
-        generator: torch.Generator | None = None,
     ):
         self.name = decoder.name
         self.decoder, self.backend, self.max_context_len = decoder, backend, max_context_len
-        self.temperature, self.generator, self.num_top_ids = temperature, generator, 0
+        self.temperature, self.num_top_ids = temperature, 0
 
     def start(self, requests: Sequence[Request]) -> None:
         """Prefill all but the last token of each request."""
@@ -55,10 +54,11 @@ class ModelDrafter:
         drafts: list[Tensor] = []
         probs: list[Tensor] = []
         top: Tensor | None = None
+        uniforms = draft_uniforms(requests, k, self.temperature, self.decoder.device)
         for place in range(k):
             logits = self.decoder.forward(tokens, cache, backend=self.backend, logits="last")[:, -1]
             top = top_ids(logits, self.num_top_ids) if place == 0 else top
-            token, prob = choose(logits, self.temperature, self.generator)
+            token, prob = choose(logits, self.temperature, None if uniforms is None else uniforms[:, place])
             tokens = token[:, None]
             drafts.append(tokens)
             probs += [] if prob is None else [prob]

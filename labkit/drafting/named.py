@@ -13,8 +13,6 @@ from labkit.errors import InputError
 from labkit.paths import DATA
 
 if TYPE_CHECKING:
-    import torch
-
     from labkit.models.decoder import Decoder
     from labkit.models.target import ModelTarget
     from labkit.speculation import Drafter
@@ -64,7 +62,6 @@ def make_drafter(
     target: ModelTarget | None,
     *,
     temperature: float = 0.0,
-    generator: torch.Generator | None = None,
     captured_k: int | None = None,
 ) -> Drafter:
     """The drafter of a name. ``target`` may be None where there is no folder.
@@ -84,7 +81,7 @@ def make_drafter(
     if folder is None or target is None:
         return NgramDrafter()
     option = split_name(name)[1]
-    options: dict[str, Any] = {"temperature": temperature, "generator": generator}
+    options: dict[str, Any] = {"temperature": temperature}
     options["tree"] = TreeShape(TREE_TOP_K, TREE_NODES) if option == "tree" else None
     options["min_confidence"] = MIN_CONFIDENCE if option == "confidence" else 0.0
     checkpoint = read_checkpoint(folder, target.decoder)

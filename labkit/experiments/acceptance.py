@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,8 @@ from labkit.experiments import common, places
 from labkit.sweep import RunResult
 
 if TYPE_CHECKING:
+    import torch
+
     from labkit.accept import AcceptRule
     from labkit.models.target import ModelTarget
     from labkit.speculation import Drafter, Generation, Step
@@ -74,22 +77,27 @@ def points(preset: str, **axes: Sequence[Any]) -> list[dict[str, Any]]:
     for start in range(0, fixed["num_prompts"], together):
         for context_len in sorted(grid["context_len"], reverse=True):  # shorter ones reuse the longest one's prefill
             for workload in grid["workload"]:
+                arms: list[dict[str, Any]] = []
                 for prompt in prompts[workload][start : start + together]:
                     # The prompt's digest makes an edited prompt another point; the row's own covers the filler too.
                     cell = {"workload": workload, "prompt_id": prompt.id, "prompt_text": prompt.digest}
                     cell["context_len"] = context_len
                     batch = prompt.id if together == 1 else f"{Path(workload).stem}/{start}"
-                    found += _arms(fixed | cell, grid, batch)
+                    arms += _arms(fixed | cell, grid, batch)
+                found += sorted(arms, key=lambda arm: arm["temperature"])  # a sweep wants a group's points adjacent
     return found
 
 
 def _arms(cell: dict[str, Any], grid: common.Axes, batch: str) -> list[dict[str, Any]]:
-    """Every drafter, k, temperature and seed on one prompt. Greedy arms share one generation: one group."""
+    """Every drafter, k, temperature and seed on one prompt; a temperature is a group.
+
+    Greedy arms share one generation; of the others each drafter and k is one, with all seeds as requests of a batch.
+    """
     arms = []
     for drafter in grid["drafter"]:
         for temperature in grid["temperature"]:
             for seed in grid["seed"] if temperature else [0]:
-                group = f"{batch}/{cell['context_len']}/T{temperature:g}/{seed}"
+                group = f"{batch}/{cell['context_len']}/T{temperature:g}"
                 sampling = {"temperature": temperature, "seed": seed, "group": group}
                 ks = sorted(grid["num_speculative_tokens"], reverse=True)
                 arms += [cell | sampling | {"drafter": drafter, "num_speculative_tokens": k} for k in ks]
@@ -113,7 +121,7 @@ def measure(arms: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception
     """Prompts of one cell together: generate, then count.
 
     Greedy text is generated once; every drafter and k is counted on it (`labkit.drafting.matches`). Sampled text is
-    generated for each.
+    generated for each, all prompts and seeds together.
     """
     first = arms[0]
     common.load_backends(first)
@@ -125,26 +133,33 @@ def measure(arms: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception
                 texts[arm["prompt_id"]] = prompt_tokens(arm)
             except Unsupported as error:
                 errors[arm["prompt_id"]] = error
-    found: dict[tuple[str, str, int], dict[str, Any]] = {}
-    if texts:
-        prompts = [ids for ids, _ in texts.values()]
-        target = _target(first, prompts)
+    found: dict[_Sample, dict[_Arm, dict[str, Any]]] = {}
+    if samples := list(dict.fromkeys(_sample(arm) for arm in arms if arm["prompt_id"] in texts)):
+        target = _target(first, [texts[prompt_id][0] for prompt_id, _ in samples])
         count = _count_sampled if first["temperature"] > 0 else _count_greedy
-        for (drafter, k), rows in count(arms, target, prompts).items():
-            for (prompt_id, (_, digest)), row in zip(texts.items(), rows, strict=True):
+        for arm_key, rows in count(arms, target, {sample: texts[sample[0]][0] for sample in samples}).items():
+            for (prompt_id, seed), row in zip(samples, rows, strict=True):
                 correct = _correct(first, prompt_id, row.pop("output_ids"))
-                found[prompt_id, drafter, k] = row | {"prompt_digest": digest, "answer_correct": correct}
+                row |= {"prompt_digest": texts[prompt_id][1], "answer_correct": correct}
+                found.setdefault((prompt_id, seed), {})[arm_key] = row
     return [
         errors.get(arm["prompt_id"])
-        or [found[arm["prompt_id"], arm["drafter"], arm["num_speculative_tokens"]] | _place(arm, texts)]
+        or [found[_sample(arm)][arm["drafter"], arm["num_speculative_tokens"]] | _place(arm, texts)]
         for arm in arms
     ]
 
 
-_Counted = dict[tuple[str, int], list[dict[str, Any]]]  # (drafter, k) -> a row per prompt
+_Sample = tuple[str, int]  # prompt_id, seed: a request of a batch
+_Prompts = dict[_Sample, list[int]]
+_Arm = tuple[str, int]  # drafter, k
+_Counted = dict[_Arm, list[dict[str, Any]]]  # -> a row per request
 
 
-def _count_greedy(arms: list[dict[str, Any]], target: ModelTarget, prompts: list[list[int]]) -> _Counted:
+def _sample(arm: dict[str, Any]) -> _Sample:
+    return arm["prompt_id"], arm["seed"]
+
+
+def _count_greedy(arms: list[dict[str, Any]], target: ModelTarget, prompts: _Prompts) -> _Counted:
     from labkit.drafting.matches import record_matches, simulate
     from labkit.drafting.overlap import TOP_K, TopTokens, overlap_columns
 
@@ -176,8 +191,8 @@ def _count_greedy(arms: list[dict[str, Any]], target: ModelTarget, prompts: list
     return found
 
 
-def _count_sampled(arms: list[dict[str, Any]], target: ModelTarget, prompts: list[list[int]]) -> _Counted:
-    found = {}
+def _count_sampled(arms: list[dict[str, Any]], target: ModelTarget, prompts: _Prompts) -> _Counted:
+    found: _Counted = {}
     for arm in arms:
         key = (arm["drafter"], arm["num_speculative_tokens"])
         if key not in found:
@@ -188,13 +203,10 @@ def _count_sampled(arms: list[dict[str, Any]], target: ModelTarget, prompts: lis
 
 def draft_with(point: dict[str, Any], target: ModelTarget) -> Drafter:
     """The drafter of a point beside its target; above temperature 0 it samples as the target does, top-p apart."""
-    import torch
-
     from labkit.drafting.named import make_drafter
 
-    generator = torch.Generator(common.device()).manual_seed(point["seed"] + 1)
     folder = places.draft_folder(point, point["drafter"])
-    options = {"temperature": point.get("temperature", 0.0), "generator": generator}
+    options = {"temperature": point.get("temperature", 0.0)}
     if point.get("launch_mode") == "graph" and point["batch_size"] == 1:
         options["captured_k"] = point["num_speculative_tokens"]
     return make_drafter(point["drafter"], folder, target, **options)
@@ -242,28 +254,32 @@ def _kept_targets(target: str, dtype: str, backend: str, workload: str) -> dict[
     return {}
 
 
-def _generate(
-    point: dict[str, Any], target: ModelTarget, prompts: list[list[int]], accept: AcceptRule
-) -> list[Generation]:
+def _generate(point: dict[str, Any], target: ModelTarget, prompts: _Prompts, accept: AcceptRule) -> list[Generation]:
+    """A text per request; what is sampled of one depends on its own random stream and on no other request."""
     from labkit.speculation import speculate
 
     stops = common.tokenizer(places.model_source(point)).stop_token_ids
     limits = {name: point[name] for name in ("num_speculative_tokens", "max_new_tokens")}
     options = limits | {"accept": accept, "stop_token_ids": stops}
-    return speculate(target, draft_with(point, target), prompts, **options)
+    if point["temperature"] > 0:
+        options["generators"] = [_stream(sample) for sample in prompts]
+    return speculate(target, draft_with(point, target), list(prompts.values()), **options)
+
+
+def _stream(sample: _Sample) -> torch.Generator:
+    import torch
+
+    return torch.Generator().manual_seed(int(sha256(repr(sample).encode()).hexdigest()[:8], 16))
 
 
 def _rule(point: dict[str, Any]) -> AcceptRule:
     from functools import partial
 
-    import torch
-
     from labkit.accept import accept_greedy, accept_sampling
 
     if point["temperature"] == 0:
         return accept_greedy
-    generator = torch.Generator(common.device()).manual_seed(point["seed"])
-    return partial(accept_sampling, temperature=point["temperature"], top_p=point["top_p"], generator=generator)
+    return partial(accept_sampling, temperature=point["temperature"], top_p=point["top_p"])
 
 
 def _place(point: dict[str, Any], texts: dict[str, tuple[list[int], str]]) -> dict[str, int]:

@@ -1,6 +1,7 @@
 """How long and how large a plan is, from the bytes it moves. An estimate for `--dry-run`; nothing is measured by it."""
 
 from functools import lru_cache
+from itertools import groupby
 from typing import Any
 
 from labkit.cost import forward_flops, kv_bytes_read
@@ -11,15 +12,32 @@ from labkit.shapes import ModelShape
 _BYTES_PER_S = 8e9
 _FLOP_PER_S = 8e10
 _GPU_BYTES_PER_S, _GPU_FLOP_PER_S = 1e12, 4e14
+_EAGER_LAYER_S = 5e-4  # of the host, which launches each operation
 
 
-def seconds(experiment: str, point: dict[str, Any]) -> float:
-    """Expected time of one point in s, models loaded."""
-    return {"attention": _attention_s, "acceptance": _acceptance_s, "loop": _loop_s, "step": _step_s}[experiment](point)
+def minutes(experiment: str, points: list[dict[str, Any]]) -> float:
+    """Expected time of a plan, models loaded."""
+    if experiment == "acceptance":
+        return sum(map(_acceptance_s, _batches(points))) / 60
+    return sum(map({"attention": _attention_s, "loop": _loop_s, "step": _step_s}[experiment], points)) / 60
 
 
-def memory_bytes(experiment: str, point: dict[str, Any]) -> float:
-    """Expected peak of one point in bytes: weights, cache and working copies."""
+def memory_bytes(experiment: str, points: list[dict[str, Any]]) -> float:
+    """Expected peak in bytes: weights, cache and working copies."""
+    if experiment == "acceptance":
+        points = [batch[0] | {"batch_size": _num_requests(batch)} for batch in _batches(points)]
+    return max(_memory_bytes(experiment, point) for point in points)
+
+
+def _batches(points: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    return [list(batch) for _, batch in groupby(points, key=lambda point: point["group"])]
+
+
+def _num_requests(batch: list[dict[str, Any]]) -> int:
+    return len({(point["prompt_id"], point["seed"]) for point in batch})
+
+
+def _memory_bytes(experiment: str, point: dict[str, Any]) -> float:
     if experiment == "attention":
         return 3.0 * kv_bytes_read(attention.shape_of(point))
     if experiment == "step":
@@ -51,11 +69,17 @@ def _attention_s(point: dict[str, Any]) -> float:
     return 0.3 + (point["num_rounds"] + 3) * (passes * layer / _BYTES_PER_S + 0.01)
 
 
-def _acceptance_s(point: dict[str, Any]) -> float:
-    # The largest k of a group generates; half of its drafts kept is a middle case.
-    steps = point["max_new_tokens"] / (1 + point["num_speculative_tokens"] / 2)
-    question = 2 * _shape(point).num_linear_parameters * 400 / _FLOP_PER_S
-    return question + steps * _forward_s(point, point["context_len"], point["num_speculative_tokens"] + 1)
+def _acceptance_s(batch: list[dict[str, Any]]) -> float:
+    # Greedy text is generated once, with the largest k; sampled text by each drafter and k, all requests together.
+    point, shape = batch[0] | {"batch_size": _num_requests(batch)}, _shape(batch[0])
+    ks = [k for _, k in {(arm["drafter"], arm["num_speculative_tokens"]) for arm in batch}]
+    ks = ks if point["temperature"] > 0 else [max(ks)]
+    num_prompts = len({arm["prompt_id"] for arm in batch})
+    steps = {k: point["max_new_tokens"] / (1 + k / 2) for k in ks}  # half of the drafts kept is a middle case
+    if point["weight_dtype"] != "float32":  # a GPU: the host, which launches eager passes, is the limit
+        return (num_prompts + sum(steps[k] for k in ks)) * shape.num_layers * _EAGER_LAYER_S
+    question = 2 * shape.num_linear_parameters * 400 / _FLOP_PER_S
+    return num_prompts * question + sum(steps[k] * _forward_s(point, point["context_len"], k + 1) for k in ks)
 
 
 def _loop_s(point: dict[str, Any]) -> float:

@@ -82,11 +82,11 @@ def _executor(arguments: argparse.Namespace) -> AbstractContextManager[Any]:
 
 def _plan(experiment: str, points: list[dict[str, Any]], module: ModuleType) -> Shown:
     """`--dry-run`: how many points, in which cells, how long at most, how much memory."""
-    from labkit.experiments.estimate import memory_bytes, seconds
+    from labkit.experiments import estimate
 
     groups = len({point["group"] for point in points})
-    minutes = round(sum(seconds(experiment, point) for point in points) / 60, 1)
-    memory_gb = round(max(memory_bytes(experiment, point) for point in points) / 1e9, 2)
+    minutes = round(estimate.minutes(experiment, points), 1)
+    memory_gb = round(estimate.memory_bytes(experiment, points) / 1e9, 2)
     axes = {
         name: sorted({point[name] for point in points if point.get(name) is not None})
         for name in module.PRESETS["cpu"]

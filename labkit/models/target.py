@@ -62,12 +62,20 @@ class ModelTarget:
     def start(self, requests: Sequence[Request]) -> Tensor:
         """Prefill what the cache does not hold yet; logits of each last token [batch_size, vocab_size].
 
+        A prompt that stands in the batch several times is prefilled once.
+
         Raises ValueError: more requests than the cache has rows.
         """
         if len(requests) > self.cache.batch_size:
             raise ValueError(f"prompts: wanted at most batch_size={self.cache.batch_size}, got {len(requests)}")
         self._row_of = {request.index: row for row, request in enumerate(requests)}
-        return torch.stack([self._prefill(row, request.token_ids) for row, request in enumerate(requests)])
+        firsts: dict[tuple[int, ...], int] = {}
+        logits: list[Tensor] = []
+        for row, request in enumerate(requests):
+            first = firsts.setdefault(tuple(request.token_ids), row)
+            prefilled = None if first == row else self._repeat(row, request, first, logits[first])
+            logits.append(self._prefill(row, request.token_ids) if prefilled is None else prefilled)
+        return torch.stack(logits)
 
     def verify(self, requests: Sequence[Request], draft: Draft) -> Tensor:
         """Score each last token and its drafts in one pass [batch_size, q_len, vocab_size]."""
@@ -162,6 +170,14 @@ class ModelTarget:
         taps = Taps(self.taps, self._hidden[row : row + 1, shared : len(token_ids)]) if self.taps else None
         return self.decoder.prefill(token_ids[shared:], self.cache, row, backend=self.verify_backend, taps=taps)
 
+    def _repeat(self, row: int, request: Request, first: int, logits: Tensor) -> Tensor:
+        """The prefill of a row whose prompt an earlier row has just been given: a copy."""
+        self.cache.repeat(first, row)
+        self._cached[row] = request.token_ids
+        if self.taps:
+            self._hidden[row, : len(request.token_ids)] = self._hidden[first, : len(request.token_ids)]
+        return logits
+
 
 class FilledTarget(ModelTarget):
     """Skips the prefill: the cache is filled with seeded random keys and values up to the prompt's length.
@@ -182,3 +198,6 @@ class FilledTarget(ModelTarget):
             self._hidden[row].normal_(generator=self._generator)
         one.truncate([len(token_ids)])
         return torch.zeros(self.decoder.shape.vocab_size, device=self.decoder.device)
+
+    def _repeat(self, row: int, request: Request, first: int, logits: Tensor) -> Tensor:
+        return self._prefill(row, request.token_ids)  # every row keeps what it was filled with once
