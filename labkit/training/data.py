@@ -67,6 +67,7 @@ def generate(
 def free_memory(device: torch.device) -> float:
     """Bytes that are free on a GPU; on the host half of all it has."""
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what torch keeps for later counts as free
         return torch.cuda.mem_get_info(device)[0]
     return 0.5 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
