@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 if TYPE_CHECKING:
     from labkit.speculation import Draft
@@ -48,12 +48,7 @@ def _accept(best: Tensor, accepted: Tensor) -> Tensor:
 
 
 def accept_sampling(
-    logits: Tensor,
-    draft: Draft,
-    *,
-    temperature: float = 1.0,
-    top_p: float = 1.0,
-    generator: torch.Generator | None = None,
+    logits: Tensor, draft: Draft, *, temperature: float = 1.0, top_p: float = 1.0, generator: Generator | None = None
 ) -> Tensor:
     """Speculative sampling (Leviathan et al. 2023): the output is distributed as the target's own samples.
 

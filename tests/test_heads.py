@@ -194,6 +194,26 @@ def test_sampled_drafts_leave_the_targets_distribution(agreeing, layout):
     assert chi_square_p(found, second) > 1e-3
 
 
+@pytest.mark.parametrize("layout", ["autoregressive", "block"])
+def test_a_head_drafts_alike_after_a_run_whose_passes_kept_no_states(agreeing, layout):
+    decoder, folder = agreeing[layout]
+    prompts, run = tiny_prompts(decoder, (5, 9)), {"num_speculative_tokens": 3, "max_new_tokens": 30}
+    steps = []
+    for earlier in (False, True):
+        target = ModelTarget(decoder, batch_size=2, max_context_len=120, verify_backend="sdpa_masked", taps=TAPS)
+        if earlier:
+            target._hidden.zero_()
+            target.writes_states = False
+            speculate(target, NgramDrafter(), prompts, **run)
+            assert not any(target._hidden[row, len(prompts[row]) :].any() for row in range(2))
+            target.writes_states = True
+        kind = {"autoregressive": AutoregressiveDrafter, "block": BlockDrafter}[layout]
+        made = speculate(target, kind.from_folder(folder, target), prompts, **run)
+        steps.append([[step.num_accepted_tokens for step in text.steps] for text in made])
+    assert steps[0] == steps[1]
+    assert any(map(any, steps[0]))
+
+
 def rename(tensors, **pairs):
     return {re.sub(old, new, name): value for name, value in tensors.items() for old, new in [pairs["pair"]]}
 

@@ -14,8 +14,6 @@ from labkit.experiments import common, places
 from labkit.sweep import RunResult
 
 if TYPE_CHECKING:
-    import torch
-
     from labkit.accept import AcceptRule
     from labkit.models.target import ModelTarget
     from labkit.speculation import Drafter, Generation, Step
@@ -97,7 +95,7 @@ def _arms(cell: dict[str, Any], grid: common.Axes, batch: str) -> list[dict[str,
     for drafter in grid["drafter"]:
         for temperature in grid["temperature"]:
             for seed in grid["seed"] if temperature else [0]:
-                group = f"{batch}/{cell['context_len']}/T{temperature:g}"
+                group = f"{batch}/{cell['context_len']}/T{temperature:g}" + ("" if temperature else "/0")
                 sampling = {"temperature": temperature, "seed": seed, "group": group}
                 ks = sorted(grid["num_speculative_tokens"], reverse=True)
                 arms += [cell | sampling | {"drafter": drafter, "num_speculative_tokens": k} for k in ks]
@@ -256,20 +254,17 @@ def _kept_targets(target: str, dtype: str, backend: str, workload: str) -> dict[
 
 def _generate(point: dict[str, Any], target: ModelTarget, prompts: _Prompts, accept: AcceptRule) -> list[Generation]:
     """A text per request; what is sampled of one depends on its own random stream and on no other request."""
+    import torch
+
     from labkit.speculation import speculate
 
     stops = common.tokenizer(places.model_source(point)).stop_token_ids
     limits = {name: point[name] for name in ("num_speculative_tokens", "max_new_tokens")}
     options = limits | {"accept": accept, "stop_token_ids": stops}
     if point["temperature"] > 0:
-        options["generators"] = [_stream(sample) for sample in prompts]
+        seeds = [int(sha256(repr(sample).encode()).hexdigest()[:8], 16) for sample in prompts]
+        options["generators"] = [torch.Generator().manual_seed(seed) for seed in seeds]
     return speculate(target, draft_with(point, target), list(prompts.values()), **options)
-
-
-def _stream(sample: _Sample) -> torch.Generator:
-    import torch
-
-    return torch.Generator().manual_seed(int(sha256(repr(sample).encode()).hexdigest()[:8], 16))
 
 
 def _rule(point: dict[str, Any]) -> AcceptRule:

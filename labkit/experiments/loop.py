@@ -193,7 +193,7 @@ def _runs(index: int, point: dict[str, Any], target: ModelTarget) -> list[_Arm]:
     from labkit.drafting.forced import ForcedDrafter, fixed_acceptance
     from labkit.models.graph_target import GraphTarget
 
-    real = point["acceptance"] == "real"
+    real, target.writes_states = point["acceptance"] == "real", _reads_states(point)
     captures_ahead = target.capture if real and isinstance(target, GraphTarget) else lambda backend, q_lens: None
     if point["arm"] == "plain":
         captures_ahead(point["decode_backend"], [1])
@@ -208,6 +208,10 @@ def _runs(index: int, point: dict[str, Any], target: ModelTarget) -> list[_Arm]:
         _Arm(index, point, ForcedDrafter(draft_with(point, target), accepted=fixed_acceptance(kept), length=j), rate)
         for j, kept, rate in wanted
     ]
+
+
+def _reads_states(point: dict[str, Any]) -> bool:
+    return point["arm"] == "speculative" and places.draft_folder(point, point["drafter"]) is not None
 
 
 def _decoder(point: dict[str, Any]) -> Decoder:
@@ -271,6 +275,7 @@ def _rows(arm: _Arm, target: ModelTarget, prompts: list[list[int]], round_index:
     from labkit.timing import EventClock, HostClock
 
     point, real = arm.point, arm.point["acceptance"] == "real"
+    target.writes_states = _reads_states(point)
     target.verify_backend = point.get("verify_backend") or target.verify_backend
     target.decode_backend = point.get("decode_backend") or target.decode_backend
     warm_up = 0 if real else _WARM_UP_STEPS[common.device()]

@@ -32,7 +32,7 @@ class GraphTarget(ModelTarget):
 
     def __init__(self, decoder: Decoder, *, batch_size: int, max_q_len: int, **options: Any):
         super().__init__(decoder, batch_size=batch_size, **options)
-        self._forwards: dict[tuple[tuple[int, ...], int, str], tuple[StaticForward, Tensor]] = {}
+        self._forwards: dict[tuple[tuple[int, ...], int, str, bool], tuple[StaticForward, Tensor]] = {}
         self._delta: DeltaState | None = None
         self._before: tuple[list[int], int] = ([0] * batch_size, 1)  # lengths before the last pass, and its q_len
         if decoder.shape.num_delta_layers:
@@ -46,7 +46,7 @@ class GraphTarget(ModelTarget):
 
     def _captured(self, rows: tuple[int, ...], q_len: int, backend: str) -> tuple[StaticForward, Tensor]:
         """The forward of such passes, and where each token's states go: its row, and its place behind the context."""
-        key = (rows, q_len, backend)
+        key = (rows, q_len, backend, self.writes_states)
         if key not in self._forwards:
             device, active = self.decoder.device, self._view(rows)
             states = self._hidden.new_empty(len(rows), q_len, self._hidden.shape[2])
@@ -56,7 +56,7 @@ class GraphTarget(ModelTarget):
                 forward = StaticForward(
                     self.decoder, active, q_len=q_len, backend=backend, delta_state=self._delta,
                     pdl=active.k.is_cuda and torch.cuda.get_device_capability(device) >= (9, 0),
-                    taps=Taps(self.taps, states) if self.taps else None,
+                    taps=Taps(self.taps, states) if self.writes_states else None,
                 )  # fmt: skip
             finally:
                 active.truncate(lens)

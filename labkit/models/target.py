@@ -27,6 +27,7 @@ class ModelTarget:
 
     verify_backend, decode_backend : attention backend of speculative passes and of plain steps.
     taps : layers whose hidden states are kept beside the cache, for drafters that read them (`states`).
+    writes_states : whether passes behind the prefill keep them; to be set between runs.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class ModelTarget:
         self._row_of: dict[int, int] = {}
         self._views: dict[tuple[int, ...], PagedKVCache] = {}
         self.taps = tuple(sorted(set(taps)))
-        self._width = decoder.shape.hidden_size
+        self._width, self.writes_states = decoder.shape.hidden_size, bool(self.taps)
         states = (batch_size, self.cache.max_context_len if taps else 0, len(self.taps) * self._width)
         self._hidden = torch.empty(states, dtype=decoder.activation_dtype, device=decoder.device)
 
@@ -72,9 +73,8 @@ class ModelTarget:
         firsts: dict[tuple[int, ...], int] = {}
         logits: list[Tensor] = []
         for row, request in enumerate(requests):
-            first = firsts.setdefault(tuple(request.token_ids), row)
-            prefilled = None if first == row else self._repeat(row, request, first, logits[first])
-            logits.append(self._prefill(row, request.token_ids) if prefilled is None else prefilled)
+            ids, first = request.token_ids, firsts.setdefault(tuple(request.token_ids), row)
+            logits.append(self._prefill(row, ids) if first == row else self._repeat(row, first, ids, logits[first]))
         return torch.stack(logits)
 
     def verify(self, requests: Sequence[Request], draft: Draft) -> Tensor:
@@ -146,7 +146,7 @@ class ModelTarget:
 
     def _forward(self, requests: Sequence[Request], tokens: Tensor, backend: str, **tree: Any) -> Tensor:
         rows, active = self._rolled_back(requests)
-        if not self.taps:
+        if not self.writes_states:
             return self.decoder.forward(tokens, active, backend=backend, logits="all", **tree)
         states = self._hidden.new_empty(*tokens.shape, self._hidden.shape[2])
         places = torch.tensor(active.context_lens, device=self.decoder.device)[:, None]
@@ -170,12 +170,12 @@ class ModelTarget:
         taps = Taps(self.taps, self._hidden[row : row + 1, shared : len(token_ids)]) if self.taps else None
         return self.decoder.prefill(token_ids[shared:], self.cache, row, backend=self.verify_backend, taps=taps)
 
-    def _repeat(self, row: int, request: Request, first: int, logits: Tensor) -> Tensor:
+    def _repeat(self, row: int, first: int, token_ids: list[int], logits: Tensor) -> Tensor:
         """The prefill of a row whose prompt an earlier row has just been given: a copy."""
         self.cache.repeat(first, row)
-        self._cached[row] = request.token_ids
+        self._cached[row] = token_ids
         if self.taps:
-            self._hidden[row, : len(request.token_ids)] = self._hidden[first, : len(request.token_ids)]
+            self._hidden[row, : len(token_ids)] = self._hidden[first, : len(token_ids)]
         return logits
 
 
@@ -199,5 +199,5 @@ class FilledTarget(ModelTarget):
         one.truncate([len(token_ids)])
         return torch.zeros(self.decoder.shape.vocab_size, device=self.decoder.device)
 
-    def _repeat(self, row: int, request: Request, first: int, logits: Tensor) -> Tensor:
-        return self._prefill(row, request.token_ids)  # every row keeps what it was filled with once
+    def _repeat(self, row: int, first: int, token_ids: list[int], logits: Tensor) -> Tensor:
+        return self._prefill(row, token_ids)  # every row keeps what it was filled with once
