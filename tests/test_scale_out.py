@@ -123,8 +123,7 @@ def test_the_budget_is_kept(tmp_path, client, provenance):
     assert result.num_left == 60 - result.num_measured
 
 
-def test_calibration_of_a_worker_is_stored(tmp_path, client, provenance, monkeypatch):
-    monkeypatch.setattr("labkit.sweep.CALIBRATE", "tests.sweep_points:fake_calibration")
+def test_calibration_of_a_worker_is_stored(tmp_path, client, provenance):
     result = go(tmp_path, contexts(1), sweep_points.measure, provenance, executor=client, calibrate=True)
     assert json.loads(result.path.with_suffix(".json").read_text())["calibration"]["noise_floor_us"] == 2.0
 
