@@ -38,7 +38,7 @@ tour: $(STAMP)  ## the headline figure and table from the committed data, in sec
 lint: $(STAMP)  ## format, style, types, notebook hygiene
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 	$(BIN)/nbstripout --verify --keep-id --extra-keys "metadata.papermill metadata.widgets metadata.language_info.version cell.metadata.papermill cell.metadata.execution" notebooks/*.ipynb
 
 test: lint  ## lint, types and tests
