@@ -4,6 +4,7 @@ import pytest
 import torch
 from matplotlib.axes import Axes
 
+from labkit import calibrate, sweep, timing
 from labkit.provenance import collect
 from labkit.sweep import RunResult, run_sweep
 from tests import sweep_points
@@ -11,6 +12,7 @@ from tests import sweep_points
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "browser: JupyterLab in a real Chromium, where one is installed")
+    config.addinivalue_line("markers", "own_speed: calibrates this machine itself, and displaces the cache it has")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -18,6 +20,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _planted_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU with a small cache, and runs that store a planted calibration.
+
+    Displacing the cache of a large server takes seconds per measured cell, calibrating one much longer: the tests of
+    just that (`own_speed`), of a GPU and of `make soak` do it.
+    """
+    if any(map(request.node.get_closest_marker, ("own_speed", "gpu", "soak"))):
+        return
+    for module in (timing, calibrate):
+        monkeypatch.setattr(module, "cache_bytes", lambda device: 1 << 20)
+    monkeypatch.setattr(sweep, "CALIBRATE", "tests.sweep_points:fake_calibration")
 
 
 @pytest.fixture

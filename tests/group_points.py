@@ -39,7 +39,7 @@ _COLD = [True]
 
 
 def slow_start(points):
-    """0.3 s for a group, and 4 s more for the first one of the process, as where kernels are compiled and loaded."""
-    time.sleep(4.3 if _COLD.pop() else 0.3)
+    """0.3 s for a group, and 2 s more for the first one of the process, as where kernels are compiled and loaded."""
+    time.sleep(2.3 if _COLD.pop() else 0.3)
     _COLD.append(False)
     return interleaved(points)

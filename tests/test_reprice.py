@@ -215,10 +215,14 @@ def test_the_all_reject_ratio_equals_the_relative_cost_of_its_run() -> None:
         all_reject_ratio(rows[rows["imposed_acceptance"] != 0])
 
 
-def test_the_all_reject_interval_holds_the_truth() -> None:
-    """120 planted cells without a difference: the interval misses 0 about one time in twenty."""
-    inside = [all_reject_ratio(forced(seed=10 * seed))["inside"] for seed in range(60)]
-    assert 0.90 <= np.concatenate(inside).mean() <= 1.0
+@pytest.mark.parametrize(("num_worlds", "least"), [(20, 0.86), pytest.param(60, 0.90, marks=pytest.mark.soak)])
+def test_the_all_reject_interval_holds_the_truth(num_worlds: int, least: float) -> None:
+    """Two planted cells a world, without a difference: the interval misses 0 about one time in twenty.
+
+    The bound is two and a half standard errors under 95%: of 40 cells here, of 120 in `make soak`.
+    """
+    inside = [all_reject_ratio(forced(seed=10 * seed))["inside"] for seed in range(num_worlds)]
+    assert least <= np.concatenate(inside).mean() <= 1.0
 
 
 def test_generations_at_an_imposed_rate_are_no_costs() -> None:

@@ -252,7 +252,6 @@ def test_bad_arguments(go, options, problem):
 
 
 def test_calibration_is_stored_and_its_noise_floor_reaches_the_measure(go, monkeypatch):
-    monkeypatch.setattr(sweep, "CALIBRATE", "tests.sweep_points:fake_calibration")
     result = go(contexts(0), sweep_points.measure_noise_floor, calibrate=True)
     assert read_sidecar(result.path)["calibration"] == {"read_gb_per_s": 7.0, "noise_floor_us": 2.0}
     assert set(load_runs("loop", result.path)["quality"]) == {"floor 2.0"}

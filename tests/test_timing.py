@@ -1,5 +1,6 @@
 """Timing: interleaving, cold and warm, clocks, quality, calibration. No speeds are compared on a CPU."""
 
+import importlib
 import itertools
 import subprocess
 import sys
@@ -10,9 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from labkit import timing
+from labkit import sweep, timing
 from labkit.errors import InputError
 from labkit.timing import HostClock, NullClock, sample_rounds
+
+pytestmark = pytest.mark.own_speed
 
 
 def run_log(**options) -> tuple[list[str], list[dict]]:
@@ -185,10 +188,10 @@ def test_import_needs_no_torch():
 
 def test_calibration_on_the_cpu_is_quick_and_plausible():
     pytest.importorskip("torch")
-    from labkit.calibrate import calibrate
+    module, name = sweep.CALIBRATE.split(":")  # what the worker of a sweep runs
 
     begin = time.monotonic()
-    found = calibrate("cpu")
+    (found,) = getattr(importlib.import_module(module), name)("cpu")
     assert time.monotonic() - begin < 30  # 10 s on an idle machine
     assert 0.5 < found["read_gb_per_s"] < 2000
     assert found["read_spread"]["p20"] <= found["read_gb_per_s"] <= found["read_spread"]["best"]
