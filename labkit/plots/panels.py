@@ -24,7 +24,7 @@ FACETS = ("num_speculative_tokens", "batch_size", "workload")
 _MAX_COLUMNS = 4
 _MAX_TEXTS = 3  # workloads beside another facet: more would be a page of panels
 # One figure holds one value of each: what may differ inside an axes is the backend and the context.
-_FIXED = ("gpu", "target", "drafter", "temperature", "weight_dtype", "kv_dtype")
+FIXED = ("gpu", "target", "drafter", "temperature", "weight_dtype", "kv_dtype")
 
 
 @styled
@@ -34,6 +34,7 @@ def figure_breakeven(
     labels: Mapping[str, str] | None = None,
     width_in: float = TEXT_WIDTH_IN,
     lengths: Mapping[str, float] | None = None,
+    note: str = "",
 ) -> Figure:
     """Break-even against context: one panel per k, batch size and, where the cost follows the text, workload.
 
@@ -42,6 +43,7 @@ def figure_breakeven(
     labels : display names for backends, workloads, models and devices.
     width_in : `TEXT_WIDTH_IN` or `COLUMN_WIDTH_IN`.
     lengths : imposed or cited acceptance lengths to draw as labelled lines, by name.
+    note : what the subtitle adds.
 
     Raises InputError: no cells; more than one GPU, model, drafter, temperature or dtype; or k, batch size and workload
     all need panels.
@@ -52,16 +54,20 @@ def figure_breakeven(
         curves: dict[str, Any] = {"crossovers": result.crossovers, "floor": matching(floor, here), "lengths": lengths}
         plot_breakeven(matching(cells, here), ax=ax, labels=labels, styles=styles, **curves)
 
-    panels = _panel_columns(cells)
+    panels = breakeven_panels(cells)
     cells, left_out = fullest_texts(cells, panels)
     figure = _facets(cells, panels, draw, labels, width_in)
-    about = describe(cells, result.baseline, labels=labels, without=panels) + left_out
+    about = describe(cells, result.baseline, labels=labels, without=panels) + left_out + note
     return finished(figure, "Where speculative decoding pays", about, _legend(cells))
 
 
 @styled
 def figure_speedup(
-    result: Breakeven, *, labels: Mapping[str, str] | None = None, width_in: float = TEXT_WIDTH_IN
+    result: Breakeven,
+    *,
+    labels: Mapping[str, str] | None = None,
+    width_in: float = TEXT_WIDTH_IN,
+    note: str = "",
 ) -> Figure:
     """Speed-up against context, one panel per k, batch size and workload that vary. Raises as `figure_breakeven`."""
     cells = result.cells[result.cells["speedup"].notna()]
@@ -69,11 +75,11 @@ def figure_speedup(
     def draw(ax: Axes, here: Mapping[str, Any], styles: Mapping[str, Any]) -> None:
         plot_speedup(matching(cells, here), ax=ax, labels=labels, styles=styles)
 
-    panels = _varying(cells, FACETS)
+    panels = speedup_panels(cells)
     cells, left_out = fullest_texts(cells, panels)
     figure = _facets(cells, panels, draw, labels, width_in)
     _share_limits([ax for ax in figure.axes if ax.get_visible()])
-    about = describe(cells, result.baseline, labels=labels, without=panels) + left_out
+    about = describe(cells, result.baseline, labels=labels, without=panels) + left_out + note
     return finished(figure, "Speed-up over plain decode", about)
 
 
@@ -81,7 +87,13 @@ def _varying(cells: pd.DataFrame, names: Sequence[str]) -> list[str]:
     return [name for name in names if cells[name].nunique() > 1]
 
 
-def _panel_columns(cells: pd.DataFrame) -> list[str]:
+def speedup_panels(cells: pd.DataFrame) -> list[str]:
+    """What needs panels in `figure_speedup`."""
+    return _varying(cells, FACETS)
+
+
+def breakeven_panels(cells: pd.DataFrame) -> list[str]:
+    """What needs panels in `figure_breakeven`: the text only where the cost follows it."""
     keys = [name for name in CURVE_COLUMNS if name not in ("workload", "temperature", "origin")] + ["context_len"]
     cost = cells[cells["mean_acceptance_length"].notna()].groupby(keys, dropna=False)["relative_step_cost"]
     follows_text = ((cost.max() / cost.min()) > 1 + 1e-9).any()
@@ -110,7 +122,7 @@ def _facets(
     """A grid of panels: the last of ``panels`` goes across, the one before down; a single one wraps."""
     if cells.empty:
         raise InputError("cells: want at least one to draw; got none")
-    if mixed := _varying(cells, _FIXED):
+    if mixed := _varying(cells, FIXED):
         values = ", ".join(map(str, cells[mixed[0]].unique()))
         raise InputError(f"cells: one figure holds one {mixed[0]}; got {values}; select with --where {mixed[0]}=NAME")
     if len(panels) > 2:
