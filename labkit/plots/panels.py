@@ -127,8 +127,7 @@ def _facets(
         raise InputError(f"cells: one figure holds one {mixed[0]}; got {values}; select with --where {mixed[0]}=NAME")
     if len(panels) > 2:
         raise InputError(f"cells: want at most two of {', '.join(panels)} to vary; select one value of one of them")
-    choices = [sorted(cells[name].dropna().unique()) for name in panels]
-    grid = [[{}]] if not panels else _grid(panels, choices, 1 if width_in <= 5 else _MAX_COLUMNS)
+    grid = [[{}]] if not panels else _grid(panels, cells, 1 if width_in <= 5 else _MAX_COLUMNS)
     num_rows, num_columns = len(grid), max(map(len, grid))
     several = "workload" not in panels and cells["workload"].nunique() > 1
     row_in = 2.6 if several else 1.7 if num_columns > 2 else 2.0
@@ -162,10 +161,14 @@ def _share_limits(axes: Sequence[Axes]) -> None:
         ax.set_ylim(limits[:, 0].min(), limits[:, 1].max())
 
 
-def _grid(panels: Sequence[str], values: Sequence[Sequence[Any]], most: int) -> list[list[dict[str, Any]]]:
-    if len(panels) == 1 or most == 1:
-        places = [dict(zip(panels, place, strict=True)) for place in product(*values)]
-        columns = min(len(places), most)
+def _grid(panels: Sequence[str], cells: pd.DataFrame, most: int) -> list[list[dict[str, Any]]]:
+    """What each panel shows; in lines of up to ``most`` where one facet varies or not every pair was measured."""
+    values = [sorted(cells[name].dropna().unique()) for name in panels]
+    places = [dict(zip(panels, place, strict=True)) for place in product(*values)]
+    there = [place for place in places if not matching(cells, place).empty]
+    if len(panels) == 1 or most == 1 or len(there) < len(places):
+        places = there
+        columns = -(-len(places) // -(-len(places) // most))  # lines of like length
         return [places[start : start + columns] for start in range(0, len(places), columns)]
     down, across = (0, 1) if len(values[1]) <= most else (1, 0)
     return [[{panels[down]: a, panels[across]: b} for b in values[across]] for a in values[down]]

@@ -1,6 +1,7 @@
 """The figures of this project by name, from any stored runs: what `labkit figure` draws."""
 
 import argparse
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,8 +91,8 @@ class Request:
         """The cells of `labkit breakeven` that ``where`` keeps, on the device of the newest run behind them.
 
         panels : what needs panels in a figure of one setting. Of several settings the fullest with an acceptance length
-            is kept (`labkit.rows.fullest`), and the smallest batch where k, batch and text would all need panels; what
-            ``where`` names stays. Returns also what the subtitle says of that.
+            is kept (`labkit.rows.fullest`), and the smallest batch where k, batch and text would all need panels or not
+            every pair was measured; what ``where`` names stays. Returns also what the subtitle says of that.
         """
         length, paths = self.acceptance_length, self.paths
         costs = cost_rows(stored_costs(paths))
@@ -105,7 +106,9 @@ class Request:
         chosen: list[str] = []
         if panels is not None:
             cells, chosen = fullest(cells, FIXED, cells[cells["mean_acceptance_length"].notna()], self.where)
-            if len(panels(cells)) > 2 and "batch_size" not in self.where:
+            facets = panels(cells)
+            whole = len(cells[facets].drop_duplicates()) == math.prod(cells[facets].nunique())
+            if "batch_size" in facets and "batch_size" not in self.where and (len(facets) > 2 or not whole):
                 cells = cells[cells["batch_size"] == cells["batch_size"].min()]
                 chosen.append(f"batch size {cells['batch_size'].iloc[0]:g}")
         self.names |= {str(name) for column in _NAMED if column in cells for name in distinct(cells, column)}
