@@ -193,6 +193,17 @@ def test_dry_run_says_what_this_machine_cannot_run_as_the_run_does(capsys, monke
     assert str(error) == "launch_mode graph needs a CUDA device"
 
 
+def test_a_loop_reads_prompts_of_a_file_and_tells_files_apart_by_their_names(tmp_path):
+    files = [tmp_path / "a" / "mine.jsonl", tmp_path / "b" / "mine.jsonl"]
+    for file in files:
+        file.parent.mkdir()
+        file.write_text(json.dumps({"prompt": "Say it again."}) + "\n")
+    points = MODULES["loop"].points("ci", workload=[str(files[0])])
+    assert {point["group"] for point in points} == {"512/1/mine/mine-01"}
+    with pytest.raises(InputError, match="axis workload: wanted files of different names"):
+        MODULES["loop"].points("ci", workload=[*map(str, files)])
+
+
 def test_run_help_lists_the_presets_of_every_experiment(capsys):
     with pytest.raises(SystemExit):
         main(["run", "--help"])
