@@ -243,21 +243,15 @@ def _add_publishing(add: _Add) -> None:
     figure = add(
         "figure",
         "publish.named_figures:run_from_arguments",
-        "one figure of any runs: breakeven, speedup, attention, over_floor, ladder, acceptance, step",
+        "one figure of any runs: breakeven, speedup, attention, over_floor, ladder, acceptance, step; "
+        "of several settings the fullest, at temperature 0, where --where names none (the subtitle says which)",
     )
     figure.add_argument("figure", metavar="NAME", help="which figure")
     figure.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="runs or folders (default: data/runs)")
     figure.add_argument("--out", type=Path, required=True, metavar="F", help=".svg, .pdf, .png; .html: a page to send")
     figure.add_argument("--width", default="text", help="column (3.4 in), text (7 in) or inches")
     figure.add_argument("--label", nargs="+", action="extend", default=[], metavar="NAME=TEXT", help="display names")
-    figure.add_argument(
-        "--where",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="COLUMN=V,..",
-        help="rows to draw; of several settings the fullest, at temperature 0 and the smallest batch: the subtitle says",
-    )
+    figure.add_argument("--where", nargs="+", action="extend", default=[], metavar="COLUMN=V,..", help="rows to draw")
     figure.add_argument("--acceptance-length", metavar="X[,LOW,HIGH]", help="imposed, instead of stored acceptance")
 
     figures = add("figures", "publish.tour:run_figures", "draw the committed figures from the committed data")

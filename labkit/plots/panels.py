@@ -63,11 +63,7 @@ def figure_breakeven(
 
 @styled
 def figure_speedup(
-    result: Breakeven,
-    *,
-    labels: Mapping[str, str] | None = None,
-    width_in: float = TEXT_WIDTH_IN,
-    note: str = "",
+    result: Breakeven, *, labels: Mapping[str, str] | None = None, width_in: float = TEXT_WIDTH_IN, note: str = ""
 ) -> Figure:
     """Speed-up against context, one panel per k, batch size and workload that vary. Raises as `figure_breakeven`."""
     cells = result.cells[result.cells["speedup"].notna()]
