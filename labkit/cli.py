@@ -18,6 +18,15 @@ EXPERIMENTS = ("attention", "step", "acceptance", "loop")
 
 
 class _Parser(argparse.ArgumentParser):
+    names: str | None = None  # ``module:function`` of what only --help tells: it loads what other commands do not need
+
+    def format_help(self) -> str:
+        """The usual text, with what ``names`` tells at its end."""
+        if self.names:
+            module, _, function = self.names.partition(":")
+            self.epilog = getattr(importlib.import_module(f"labkit.{module}"), function)()
+        return super().format_help()
+
     def error(self, message: str) -> NoReturn:
         """One line and exit 2, instead of the usage text."""
         self.exit(BAD_INPUT, f"{self.prog}: {message} (see {self.prog} --help)\n")
@@ -63,7 +72,7 @@ def _one_line(error: Exception) -> str:
     return redact(" ".join(str(error).split()))
 
 
-_Add = Callable[[str, str, str], argparse.ArgumentParser]
+_Add = Callable[[str, str, str], _Parser]
 
 
 def _build_parser() -> _Parser:
@@ -71,7 +80,7 @@ def _build_parser() -> _Parser:
     parser.add_argument("--version", action="version", version=f"labkit {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, dest="name")
 
-    def add(name: str, command: str, text: str) -> argparse.ArgumentParser:
+    def add(name: str, command: str, text: str) -> _Parser:
         """``module:function`` takes the arguments; it returns an exit code, or (JSON content, text, exit code)."""
         sub = commands.add_parser(name, help=text, description=text)
         sub.set_defaults(command=command)
@@ -92,11 +101,8 @@ def _add_measuring(add: _Add) -> None:
 
     run = add("run", "experiments.launch:run_from_arguments", "measure a grid; resumes where an equal run stopped")
     run.add_argument("experiment", choices=EXPERIMENTS)
-    run.add_argument(
-        "--preset",
-        default="auto",
-        help="cpu, gpu, ci or auto (gpu where there is one); attention and step also full, step also shared-prefix",
-    )
+    run.names = "experiments.launch:presets_text"
+    run.add_argument("--preset", default="auto", help="auto: gpu where there is one, else cpu; the others stand below")
     _set_option(run)
     run.add_argument("--model", metavar="DIR|NAME", help="target: a preset name or a folder of safetensors")
     run.add_argument("--draft-model", metavar="DIR", help="drafter: a folder with an EAGLE-3, MTP or DFlash head")
@@ -237,7 +243,8 @@ def _add_publishing(add: _Add) -> None:
     figure = add(
         "figure",
         "publish.named_figures:run_from_arguments",
-        "one figure of any runs: breakeven, speedup, attention, over_floor, ladder, acceptance, step",
+        "one figure of any runs: breakeven, speedup, attention, over_floor, ladder, acceptance, step; "
+        "of several settings the fullest, at temperature 0, where --where names none (the subtitle says which)",
     )
     figure.add_argument("figure", metavar="NAME", help="which figure")
     figure.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="runs or folders (default: data/runs)")

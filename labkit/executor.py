@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing.connection import Connection, Pipe
-from typing import Any
+from typing import Any, Protocol
 
 from labkit.errors import InputError
 from labkit.provenance import redact, utc_now
@@ -41,22 +41,11 @@ def function_name(measure: str | Callable[..., Any]) -> str:
     return f"{module}:{name}"
 
 
-class Executor:
-    """Who measures: here one batch after the other. `labkit.executor_dask` has one for many devices."""
-
-    def prepare(self) -> None:
-        """Have someone who can measure; nobody is started here."""
-
-    def close(self) -> None:
-        """End what was started."""
+class Executor(Protocol):
+    """Who measures, as a sweep sees it: `InProcess`, `WorkerProcess`, `labkit.executor_dask.DaskExecutor`."""
 
     def call(self, function: str, argument: Any, timeout_s: float) -> Outcome:
         """``function(argument)`` as an outcome."""
-        raise NotImplementedError
-
-    def measure(self, points: list[Point], timeout_s: float) -> list[Outcome]:
-        """One outcome per point of a batch; ``timeout_s`` is per point."""
-        raise NotImplementedError
 
     def outcomes(
         self, batches: Iterable[Batch], timeout_s: float, local: Mapping[str, Any]
@@ -65,21 +54,46 @@ class Executor:
 
         local : what the measuring function gets beside each point.
         """
+
+    def close(self) -> None:
+        """End what was started."""
+
+
+class Measurer(Protocol):
+    """Who measures one batch at a time, whoever hands them out."""
+
+    def prepare(self) -> None:
+        """Have someone who can measure."""
+
+    def measure(self, points: list[Point], timeout_s: float) -> list[Outcome]:
+        """One outcome per point of a batch; ``timeout_s`` is per point."""
+
+
+def measure_batch(
+    measurer: Measurer, batch: Batch, timeout_s: float, local: Mapping[str, Any]
+) -> list[tuple[str, Outcome]]:
+    """Measure one batch; the seconds of a group are shared out evenly.
+
+    ``begin_s`` is by the monotonic clock of this host, which all its processes share: for what ran at once.
+    """
+    measurer.prepare()
+    started, begin, wall = utc_now(), time.monotonic(), time.time()
+    found = measurer.measure([{**point, **local} for _, point in batch], timeout_s)
+    elapsed = time.monotonic() - begin
+    jump = time.time() - wall - elapsed
+    times = {"started": started, "begin_s": round(begin, 6), "seconds": round(elapsed / len(batch), 6)}
+    return [(key, _after_jump(outcome, jump) | times) for (key, _), outcome in zip(batch, found, strict=True)]
+
+
+class _InTurn:
+    """One batch after the other."""
+
+    def outcomes(
+        self: Measurer, batches: Iterable[Batch], timeout_s: float, local: Mapping[str, Any]
+    ) -> Iterator[tuple[str, Outcome]]:
+        """As of `Executor`."""
         for batch in batches:
-            yield from self.measure_batch(batch, timeout_s, local)
-
-    def measure_batch(self, batch: Batch, timeout_s: float, local: Mapping[str, Any]) -> list[tuple[str, Outcome]]:
-        """Measure one batch; the seconds of a group are shared out evenly.
-
-        ``begin_s`` is by the monotonic clock of this host, which all its processes share: for what ran at once.
-        """
-        self.prepare()
-        started, begin, wall = utc_now(), time.monotonic(), time.time()
-        found = self.measure([{**point, **local} for _, point in batch], timeout_s)
-        elapsed = time.monotonic() - begin
-        jump = time.time() - wall - elapsed
-        times = {"started": started, "begin_s": round(begin, 6), "seconds": round(elapsed / len(batch), 6)}
-        return [(key, _after_jump(outcome, jump) | times) for (key, _), outcome in zip(batch, found, strict=True)]
+            yield from measure_batch(self, batch, timeout_s, local)
 
 
 def _after_jump(outcome: Outcome, jump_s: float) -> Outcome:
@@ -94,11 +108,17 @@ def _after_jump(outcome: Outcome, jump_s: float) -> Outcome:
     return {**outcome, "samples": marked}
 
 
-class InProcess(Executor):
+class InProcess(_InTurn):
     """Calls the function here. For tests and debugging: a crash ends the sweep, and no time limit is kept."""
 
     def __init__(self, measure: str | Callable[..., Any]):
         self._measure = resolve(measure) if isinstance(measure, str) else measure
+
+    def prepare(self) -> None:
+        """Nobody is started."""
+
+    def close(self) -> None:
+        """Nobody is ended."""
 
     def call(self, function: str, argument: Any, timeout_s: float) -> Outcome:
         """``function(argument)`` as an outcome."""
@@ -110,7 +130,7 @@ class InProcess(Executor):
         return measure_group(self._measure, points) if grouped else [measure_point(self._measure, points[0])]
 
 
-class WorkerProcess(Executor):
+class WorkerProcess(_InTurn):
     """Calls the function in one child process that stays alive, so that models stay loaded.
 
     The child is killed and started anew after a hang, and started anew after a crash or a broken device.

@@ -15,7 +15,7 @@ import dask
 from distributed import Client, Future, Nanny, Scheduler, SpecCluster, as_completed, get_worker
 
 from labkit.errors import InputError
-from labkit.executor import Batch, Executor, Outcome, WorkerProcess
+from labkit.executor import Batch, Outcome, WorkerProcess, measure_batch
 from labkit.provenance import code_digest, collect, environment, utc_now
 from labkit.worker import one_line
 
@@ -60,7 +60,7 @@ def local_cluster(variables: Sequence[Mapping[str, str]]) -> SpecCluster:
         return SpecCluster(workers=workers, scheduler=scheduler, silence_logs=50)
 
 
-class DaskExecutor(Executor):
+class DaskExecutor:
     """Over the workers of a cluster.
 
     measure : ``package.module:function``, importable on the workers.
@@ -186,7 +186,7 @@ def _measure(
     if other := list(_differences(wanted, _environment(device))):
         outcome = {"status": "error", "reason": f"worker {name}: another environment: {'; '.join(other)}"}
         return [(key, {**outcome, "started": utc_now(), "seconds": 0.0, "worker": name}) for key, _ in batch]
-    found = _process(measure).measure_batch(batch, timeout_s, local)
+    found = measure_batch(_process(measure), batch, timeout_s, local)
     return [(key, {**outcome, "worker": name}) for key, outcome in found]
 
 

@@ -92,6 +92,33 @@ def listed(df: pd.DataFrame, column: str, labels: Mapping[str, str] | None = Non
     return ", ".join((labels or {}).get(str(value), str(value)) for value in distinct(df, column))
 
 
+def fullest(
+    df: pd.DataFrame, columns: Iterable[str], by: pd.DataFrame, keep: Iterable[str] = ()
+) -> tuple[pd.DataFrame, list[str]]:
+    """The rows with one value of each column, and the values chosen where there were several, as "column value".
+
+    Chosen is temperature 0, of other columns the value of most rows of ``by`` (the first in order of equals); rows
+    without a value stay, and so do all of the columns in ``keep``.
+    """
+    chosen = []
+    for name in columns:
+        if name in keep or len(distinct(df, name)) < 2:
+            continue
+        counts = (by if distinct(by, name) else df)[name].value_counts()
+        value = min(counts.index, key=lambda value: (value if name == "temperature" else -counts[value], value))
+        df, by = (rows[rows[name].isna() | (rows[name] == value)] for rows in (df, by))
+        chosen.append(f"{name.replace('_', ' ')} {key_value(value)}")
+    return df, chosen
+
+
+def run_ids(rows: pd.DataFrame, cells: pd.DataFrame, names: Iterable[str]) -> set[str]:
+    """The runs whose rows lie in one of the cells, told by those of the columns that both have."""
+    keys = [name for name in names if name in rows and name in cells]
+    wanted = {tuple(map(key_value, key)) for key in cells[keys].itertuples(index=False)}
+    places = rows[["run_id", *keys]].drop_duplicates().itertuples(index=False, name=None)
+    return {run_id for run_id, *key in places if tuple(map(key_value, key)) in wanted}
+
+
 def single_value(df: pd.DataFrame, column: str, where: str) -> Any:
     """The one value of a column, None when it is missing throughout.
 

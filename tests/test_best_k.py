@@ -189,7 +189,11 @@ def test_one_best_k_is_of_one_dtype() -> None:
 def test_emit_prints_flags(stored: Path, capsys: pytest.CaptureFixture[str], engine: str, flags: str) -> None:
     where = ["--where", "workload=code_editing", "verify_backend=sdpa"]
     assert main(["best-k", str(stored), "--emit", engine, *where]) == 0
-    comment, note, printed = capsys.readouterr().out.strip().split("\n", 2)
+    comment, about, runs, note, printed = capsys.readouterr().out.strip().split("\n", 4)
+    setting = "smollm2-135m, ngram drafter, float32 weights, float32 KV, verify on sdpa, code_editing"
+    assert about == f"# measured on {CPU.gpu}, {setting}"
+    used = sorted(file.stem for file in stored.rglob("*.parquet") if not file.stem.endswith("dddddd"))  # ran out
+    assert runs == f"# runs: {', '.join(used)}"
     assert printed == flags
     assert comment.startswith("# k = 4 loses least over")
     assert note == "# acceptance partly of texts that repeat themselves"

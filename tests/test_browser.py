@@ -292,6 +292,7 @@ def test_the_page_to_send_takes_files_of_the_reader(browser, folder):
     page.goto(file.as_uri())
     page.wait_for_selector("#table td")
     own = page.inner_text("#table")
+    assert "[" in own.splitlines()[1].split("\t")[4], "begins where there is a speed-up"
     for name in ("cells.csv", "snappy.parquet", "gzip.parquet"):
         page.set_input_files("#file", folder / name)
         page.wait_for_function("(name) => document.querySelector('#source').innerText.includes(name)", arg=name)
@@ -303,6 +304,15 @@ def test_the_page_to_send_takes_files_of_the_reader(browser, folder):
         page.set_input_files("#file", folder / name)
         page.wait_for_function("(text) => document.querySelector('#message').innerText.includes(text)", arg=message)
         assert page.inner_text("#table") == dropped
+    width = page.viewport_size["width"]
+    cells[["verify_backend", "context_len", "num_speculative_tokens", "relative_step_cost"]].to_csv(folder / "cost.csv")
+    page.set_input_files("#file", folder / "cost.csv")
+    page.wait_for_function("() => document.querySelector('#message').innerText.includes('no acceptance length')")
+    page.set_viewport_size({"width": 600, "height": 900})
+    page.reload()
+    page.wait_for_selector("#chart svg")
+    assert page.evaluate("() => document.querySelector('#chart svg').getBoundingClientRect().right") <= 600
+    page.set_viewport_size({"width": width, "height": 900})
     picture = page.inner_html("#chart")
     page.select_option("#select-workload", "1")
     assert page.inner_html("#chart") != picture

@@ -99,11 +99,22 @@ def test_capacity_knows_the_models_length_and_quantised_weights() -> None:
         (["--model", "qwen3-8b", "--gpu", "h200", "--set", "batch_size=0"], "values above 0"),
         (["--model", "qwen3-8b", "--gpu", "h200", "--set", "kv_dtype=int3"], "dtype must be one of"),
         (["--model", "qwen3-8b", "--gpu", "h200", "--set", "weight_gb=-3"], "wanted 0 (the shape's own) or more"),
+        (
+            ["--model", "llama-3.3-70b", "--gpu", "h200", "--set", "num_gpus=3"],
+            "num_gpus=3: the 64 query and 8 KV heads of llama-3.3-70b do not divide; wanted one of 1, 2, 4, 8, 16, 32",
+        ),
     ],
 )
 def test_capacity_refuses_in_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["capacity", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_kv_heads_that_are_repeated_are_told():
+    found = capacity("llama-3.3-70b", "h200", assignments=["num_gpus=8,16"])
+    assert [plan["kv_head_copies"] for plan in found["plans"]] == [1, 2]
+    assert found["plans"][0]["kv_bytes_per_token"] == found["plans"][1]["kv_bytes_per_token"]
+    assert "each KV head of llama-3.3-70b is held by 2 GPUs" in render(found)
 
 
 def test_the_largest_context_agrees_with_the_cells():

@@ -14,7 +14,8 @@ from labkit.attention.registry import _BACKENDS
 from labkit.axes import parse_axes, parse_size
 from labkit.cli import main
 from labkit.errors import InputError
-from labkit.experiments.launch import _outcome, parse_duration
+from labkit.experiments import common
+from labkit.experiments.launch import MODULES, _outcome, parse_duration
 from labkit.sweep import RunResult
 from tests.test_weights import write_folder
 
@@ -32,6 +33,10 @@ BAD_INPUT = [
     (["run", "loop", "--set", "verify_backend=nosuch"], "nosuch"),
     (["run", "loop", "--set", "workload=nosuch"], "nosuch"),
     (["run", "acceptance", "--set", "drafter=nosuch"], "nosuch"),
+    (["run", "acceptance", "--set", "workload=/none.jsonl"], "workload '/none.jsonl': no such file; wanted one of"),
+    (["run", "loop", "--set", "workload=none.jsonl"], "workload 'none.jsonl': no such file; wanted one of"),
+    (["run", "loop", "--set", "drafter=.", "--dry-run"], "head's folder with config.json in it, which is missing"),
+    (["run", "acceptance", "--draft-model", "."], "drafter .: wanted a head's folder with config.json in it"),
     (
         ["run", "acceptance", "--budget", "soon", "--dry-run"],
         "--budget: wanted a time",
@@ -174,6 +179,37 @@ def test_dry_run_tells_cells_minutes_and_memory_and_measures_nothing(capsys, tmp
     assert 0 < plan["estimated_minutes"] < 30
     assert 0.5 < plan["estimated_memory_gb"] < 4
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("experiment", ["attention", "loop", "step"])
+def test_dry_run_says_what_this_machine_cannot_run_as_the_run_does(capsys, monkeypatch, experiment):
+    monkeypatch.setattr(common, "device", lambda: "cpu")
+    arguments = ["run", experiment, "--preset", "ci", "--set", "launch_mode=graph"]
+    code, out, _ = outcome(capsys, [*arguments, "--dry-run"])
+    assert code == 1
+    assert "x unsupported: launch_mode graph needs a CUDA device" in out
+    (point, *_) = MODULES[experiment].points("ci", launch_mode=["graph"])
+    (error,) = MODULES[experiment].measure([point])
+    assert str(error) == "launch_mode graph needs a CUDA device"
+
+
+def test_a_loop_reads_prompts_of_a_file_and_tells_files_apart_by_their_names(tmp_path):
+    files = [tmp_path / "a" / "mine.jsonl", tmp_path / "b" / "mine.jsonl"]
+    for file in files:
+        file.parent.mkdir()
+        file.write_text(json.dumps({"prompt": "Say it again."}) + "\n")
+    points = MODULES["loop"].points("ci", workload=[str(files[0])])
+    assert {point["group"] for point in points} == {"512/1/mine/mine-01"}
+    with pytest.raises(InputError, match="axis workload: wanted files of different names"):
+        MODULES["loop"].points("ci", workload=[*map(str, files)])
+
+
+def test_run_help_lists_the_presets_of_every_experiment(capsys):
+    with pytest.raises(SystemExit):
+        main(["run", "--help"])
+    told = "".join(capsys.readouterr().out.split())  # wrapped
+    for name, module in MODULES.items():
+        assert f"{name}:auto,{','.join(module.PRESETS)}" in told
 
 
 def test_attention_run_check_and_resume(capsys, tmp_path):

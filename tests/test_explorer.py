@@ -47,6 +47,13 @@ def test_begins_where_cost_and_acceptance_join(explorer, choice):
     assert explorer.without_acceptance(choice) == ""
 
 
+def test_begins_with_a_text_of_the_chosen_model(explorer):
+    """Another model's acceptance, fuller on another text, does not choose the text."""
+    rows = acceptance_rows(WORLD)
+    other = pd.concat([rows[rows["workload"] == "prose"].assign(target="other")] * 3)
+    assert Explorer(loop_rows(WORLD), pd.concat([rows, other])).first().workload == "chat"
+
+
 def test_cells_and_crossings_are_those_of_breakeven(explorer, choice):
     whole = breakeven(loop_rows(WORLD), acceptance_rows(WORLD))
     cells = whole.cells.query("batch_size == 1 and num_speculative_tokens == 7 and workload == 'chat'")

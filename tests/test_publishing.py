@@ -1,5 +1,6 @@
 """What leaves the workbench: figures by name, tables for write-ups, the page to send."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -15,7 +16,7 @@ from labkit.errors import InputError
 from labkit.publish.named_figures import FIGURES, Request, write_figure
 from labkit.publish.page import page_html
 from labkit.publish.tables import html_table, latex_table, write_table
-from tests.synthetic import CPU, acceptance_rows, loop_rows, write_runs
+from tests.synthetic import CPU, acceptance_rows, loop_rows, write_run_of, write_runs
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +63,34 @@ def test_loop_and_step_cells_are_one_table_in_every_command(tmp_path, capsys):
     assert main(["figure", "breakeven", str(runs), *length, *kept, "--out", out]) == 0
     record = json.loads((tmp_path / "a.json").read_text())
     assert {source["experiment"] for source in record["sources"]} == {"step"}
-    assert main(["figure", "breakeven", str(runs), *length, *kept[:2], "--out", out]) == 2
+    both = "drafter=one layer,none (drafting free)"
+    assert main(["figure", "breakeven", str(runs), *length, *kept[:2], both, "--out", out]) == 2
     assert "select with --where drafter=" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["breakeven", "speedup", "acceptance"])
+def test_of_several_settings_the_default_is_drawn_and_named(name, tmp_path):
+    """Two temperatures, drafters and batches: temperature 0, the fuller drafter, where panels run out batch 1."""
+    cost, rows = (make(dataclasses.replace(CPU, batch_sizes=(1, 8))) for make in (loop_rows, acceptance_rows))
+    other = rows[rows["prompt_id"] == rows["prompt_id"].iloc[0]].assign(drafter="eagle3")
+    costs = pd.concat([cost, cost[cost["arm"] == "speculative"].assign(drafter="eagle3")])
+    write_run_of(costs, tmp_path, CPU, "loop")
+    write_run_of(pd.concat([rows, rows.assign(temperature=1.0), other]), tmp_path, CPU, "acceptance")
+    for width in ("column", "text"):
+        out = tmp_path / f"{width}.svg"
+        assert main(["figure", name, str(tmp_path), "--out", str(out), "--width", width]) == 0
+        said = " ".join(re.findall(r"<text[^>]*>([^<]*)</text>", out.read_text()))
+        assert "of several (--where): drafter ngram, temperature 0" in said
+        assert ("batch size 1" in said) == (name != "acceptance")
+    # What is asked for is not narrowed.
+    asked = ["--where", "temperature=0,1"]
+    assert main(["figure", name, str(tmp_path), *asked, "--out", str(tmp_path / "a.svg")]) == 2
+
+
+@pytest.mark.parametrize("name", ["breakeven", "acceptance"])
+def test_the_committed_data_draw_without_a_choice(name, tmp_path):
+    assert main(["figure", name, "--width", "column", "--out", str(tmp_path / "a.svg")]) == 0
+    assert "of several (--where)" in (tmp_path / "a.svg").read_text()
 
 
 def test_imposed_length_needs_no_acceptance(folder, tmp_path):

@@ -33,7 +33,7 @@ def test_many_cells_print_one_setting_and_name_the_rest() -> None:
     assert len(result.cells) > MOST_CELLS
     lines = render(result).splitlines()
     assert len(lines) < 25
-    assert f"--all prints all {len(result.cells)} cells" in "\n".join(lines)
+    assert f"breakeven --all: {len(result.cells)} cells" in "\n".join(lines)
     assert sum("--where target=t" in line for line in lines) == 10
     assert len(render(result, everything=True).splitlines()) > len(result.cells)
 

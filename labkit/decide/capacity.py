@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,19 @@ def shape_of(model: str) -> ModelShape:
     return model_shape(model)
 
 
+def _check_split(shape: ModelShape, num_gpus: int) -> None:
+    """Raise InputError where engines cannot split the heads: queries divide, KV heads divide or are repeated evenly."""
+
+    def fits(n: int) -> bool:
+        odd = any(heads % n for heads in (shape.num_qo_heads, shape.num_delta_key_heads, shape.num_delta_value_heads))
+        return not odd and 0 in (shape.num_kv_heads % n, n % shape.num_kv_heads)
+
+    if not fits(num_gpus):
+        heads = f"{shape.num_qo_heads} query and {shape.num_kv_heads} KV heads of {shape.name}"
+        wanted = ", ".join(str(n) for n in range(1, shape.num_qo_heads + 1) if fits(n))
+        raise InputError(f"--set num_gpus={num_gpus}: the {heads} do not divide; wanted one of {wanted}")
+
+
 def capacity(
     model: str, gpu: str, *, draft_model: str | None = None, assignments: Sequence[str] = ()
 ) -> dict[str, Any]:
@@ -140,8 +154,8 @@ def capacity(
     assignments : ``axis=v,...`` of ``AXES``; every cell of context_len x batch_size x k is judged.
 
     Returns {model, draft_model, gpu, plans: [{...dtypes, weights_gb, draft_gb, free_gb, kv_bytes_per_token, num_tokens,
-    largest_context_len (of one request, at the largest k: most_drafts), most_drafts, cells}]}. Raises InputError for
-    unknown names, axes or values.
+    largest_context_len (of one request, at the largest k: most_drafts), most_drafts, kv_head_copies, cells}]}. Raises
+    InputError for unknown names, axes or values, or heads that the devices do not divide.
     """
     axes = dict(AXES) | parse_axes(assignments, AXES)
     for name in ("context_len", "batch_size", "num_gpus", "memory_share"):
@@ -150,6 +164,8 @@ def capacity(
     if min(axes["weight_gb"]) < 0:
         raise InputError("--set weight_gb: wanted 0 (the shape's own) or more")
     target, drafter, size = shape_of(model), shape_of(draft_model) if draft_model else None, memory_gb(gpu)
+    for num_gpus, shape in product(axes["num_gpus"], filter(None, (target, drafter))):
+        _check_split(shape, num_gpus)
     plans = []
     fixed = ("weight_dtype", "kv_dtype", "draft_dtype", "num_gpus", "memory_share", "weight_gb")
     for values in pd.MultiIndex.from_product([axes[name] for name in fixed]):
@@ -165,6 +181,7 @@ def capacity(
         found |= {"kv_bytes_per_token": room.kv_bytes(), "num_tokens": room.num_tokens()}
         most_drafts = max(axes["num_speculative_tokens"])
         found |= {"largest_context_len": room.largest_context_len(most_drafts), "most_drafts": most_drafts}
+        found |= {"kv_head_copies": max(1, room.num_gpus // target.num_kv_heads)}
         plans.append(chosen | found | {"cells": cells})
     names = {"model": target.name, "draft_model": drafter.name if drafter else None, "gpu": gpu, "memory_gb": size}
     return names | {"plans": plans}
@@ -186,6 +203,8 @@ def render(found: Mapping[str, Any]) -> str:
         lines.append(
             f"largest context of one request at k = {plan['most_drafts']}: {plan['largest_context_len']:,} tokens"
         )
+        if plan["kv_head_copies"] > 1:
+            lines.append(f"each KV head of {found['model']} is held by {plan['kv_head_copies']} GPUs")
         cells = pd.DataFrame(plan["cells"])
         slots = cells.drop_duplicates("context_len")[["context_len", "batch_slots", "batch_slots_without_drafter"]]
         slots = slots if found["draft_model"] else slots.drop(columns="batch_slots_without_drafter")

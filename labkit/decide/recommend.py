@@ -16,11 +16,12 @@ from labkit.decide.best_k import SETTING, best_k, not_judged, regret
 from labkit.decide.capacity import AXES, Capacity, memory_gb
 from labkit.decide.composed import stored_acceptance, stored_costs
 from labkit.decide.forward_costs import FREE
+from labkit.decide.step_costs import CELL_KEY
 from labkit.decide.surface import verdict_surface
 from labkit.decide.verdict import acceptance_notes, judging_options, not_judged_lines, parse_length
 from labkit.errors import InputError
 from labkit.results import read_sidecar, run_files
-from labkit.rows import matching, plain_record
+from labkit.rows import matching, plain_record, run_ids
 from labkit.shapes import model_shape
 
 _OWN, _PLACE = ["gpu", "target", "drafter", "verify_backend"], ["context_len", "batch_size"]
@@ -46,12 +47,14 @@ class Recommendation:
         ran out of memory (origin measured) or cannot fit by arithmetic (origin modelled), reason; needed_gb and free_gb
         where the planned point has no row.
     unjudged : `labkit.decide.best_k.not_judged`.
+    runs : run ids of the costs and acceptance behind them.
     """
 
     best: pd.DataFrame
     regret: pd.DataFrame
     too_large: pd.DataFrame
     unjudged: pd.DataFrame
+    runs: Sequence[str] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; null where unknown."""
@@ -73,9 +76,7 @@ class Recommendation:
         return "\n".join([*parts, legend])
 
     def _setting_lines(self, names: dict[str, Any], rows: pd.DataFrame) -> list[str]:
-        text = names["workload"] if isinstance(names["workload"], str) else "imposed length, the same at every k"
-        about = f"{names['gpu']}, {names['target']}, {names['drafter']} drafter, {names['weight_dtype']} weights"
-        lines = [f"{about}, {names['kv_dtype']} KV, verify on {names['verify_backend']}, {text}"]
+        lines = [_setting_text(names)]
         own = {name: names[name] for name in (*_OWN, *_DTYPES)}
         large, open_cells = matching(self.too_large, own), matching(self.unjudged, own)
         open_cells = open_cells[open_cells["workload"].isna() | (open_cells["workload"] == names["workload"])]
@@ -105,7 +106,9 @@ class Recommendation:
         origins = sorted(set(self.best["origin"].dropna()) - {"measured"})
         comment += f"; acceptance of some {', '.join(origins)}" if origins else ""
         imposed = ["an imposed length is the same at every k, which favours the smallest"] * ("forced" in origins)
-        return "\n".join([comment, *(f"# {note}" for note in (*imposed, *acceptance_notes(self.best))), chosen])
+        about = f"measured on {_setting_text(setting)}"
+        notes = [about, f"runs: {', '.join(self.runs)}", *imposed, *acceptance_notes(self.best)]
+        return "\n".join([comment, *(f"# {note}" for note in notes), chosen])
 
     def one_setting(self) -> tuple[dict[str, Any], int]:
         """The one setting and the k that loses least everywhere. Raises InputError where there are several settings."""
@@ -116,6 +119,13 @@ class Recommendation:
             raise InputError(f"--emit: want runs of one {varying[0]}, got {values}; select with --where {select}")
         best = self.regret.sort_values(["mean_regret", "num_speculative_tokens"]).iloc[0]
         return dict(keys.iloc[0]), int(best["num_speculative_tokens"])
+
+
+def _setting_text(names: Mapping[str, Any]) -> str:
+    """Device and data of a setting."""
+    text = names["workload"] if isinstance(names["workload"], str) else "imposed length, the same at every k"
+    about = f"{names['gpu']}, {names['target']}, {names['drafter']} drafter, {names['weight_dtype']} weights"
+    return f"{about}, {names['kv_dtype']} KV, verify on {names['verify_backend']}, {text}"
 
 
 def _open_text(cells: pd.DataFrame) -> str:
@@ -160,7 +170,10 @@ def recommend(
     known = [text for text in where if not text.startswith(("workload", "temperature"))]
     large, unjudged = (keep_where(table, known, strict=False) for table in (large, not_judged(cells)))
     unjudged = unjudged[unjudged["workload"].isna() | unjudged["workload"].isin(kept["workload"])]
-    return Recommendation(best_k(kept), regret(kept), large, unjudged)
+    runs = run_ids(rows, kept, CELL_KEY)
+    if acceptance_length is None:
+        runs |= run_ids(acceptance, kept, ("drafter", "workload", *([] if acceptance_from else ["target"])))
+    return Recommendation(best_k(kept), regret(kept), large, unjudged, sorted(runs))
 
 
 def _ran_out(rows: pd.DataFrame, cells: pd.DataFrame) -> pd.DataFrame:

@@ -104,7 +104,7 @@ def _one_setting(result: Breakeven) -> tuple[Breakeven, list[str]]:
         told = [f"{name}={values[name]}" for name in varying if not is_missing(values[name])]
         names.append((" ".join(map(shlex.quote, told)), len(rows)))
     lines = [
-        f"one line per curve of {names[chosen][0] or 'the one setting'}; --all prints all {len(result.cells)} cells"
+        f"one line per curve of {names[chosen][0] or 'the one setting'}; breakeven --all: {len(result.cells)} cells"
     ]
     others = [f"  --where {name}   ({count} cells)" for index, (name, count) in enumerate(names) if index != chosen]
     lines += [f"not shown: {len(others)} further settings", *others] if others else []

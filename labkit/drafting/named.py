@@ -31,7 +31,7 @@ def split_name(name: str) -> tuple[str, str]:
 def drafter_folder(name: str, target: str) -> Path | None:
     """Folder of a head's weights; None for a drafter without any.
 
-    Raises InputError: no such drafter, n-gram with an option, or no head was trained for this target.
+    Raises InputError: no such drafter, n-gram with an option, no head for this target, or a folder without one.
     """
     base, option = split_name(name)
     if base == "ngram" and not option:
@@ -44,6 +44,8 @@ def drafter_folder(name: str, target: str) -> Path | None:
             f"drafter {base}: no head for target {target} under data/models; wanted a folder (--draft-model)"
         )
     if base and Path(base).is_dir():
+        if missing := [file for file in ("config.json", "*.safetensors") if not any(Path(base).glob(file))]:
+            raise InputError(f"drafter {base}: wanted a head's folder with {missing[0]} in it, which is missing")
         return Path(base)
     known = f"ngram, {', '.join(SHIPPED)} or a head's folder, with +{' or +'.join(OPTIONS)} behind a head"
     raise InputError(f"drafter {name!r}: no such name; wanted {known}")

@@ -169,7 +169,7 @@ def measure(cell: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception
 
     first, shape, device = cell[0], shape_of(cell[0]), common.device()
     if first["launch_mode"] == "graph" and device == "cpu":
-        return [Unsupported("launch_mode graph needs a CUDA device") for _ in cell]
+        return [Unsupported(common.NO_GRAPHS) for _ in cell]
     common.load_backends(first)
     _check_memory(shape, device)
     generator = torch.Generator(device).manual_seed(first["seed"])

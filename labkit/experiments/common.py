@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -28,6 +29,7 @@ _FROM_ZERO = (
     *("window", "shared_prefix_len", "energy_s", "max_interval_percent"),
 )
 MAX_CELLS = 1_000_000
+NO_GRAPHS = "launch_mode graph needs a CUDA device"
 # When a cell is measured again (`labkit.quality.Limits`).
 REPEATS: Axes = {"max_repeats": [4], "max_interval_percent": [2.0]}
 
@@ -95,8 +97,15 @@ def check_draft_lengths(axes: Axes) -> None:
 
 
 def check_workloads(names: Sequence[str]) -> None:
-    """Raise InputError for a workload that is neither a known one nor a file of prompts."""
-    check_names("workload", [name for name in names if not name.endswith(".jsonl")], workloads.WORKLOADS)
+    """Raise InputError for a workload that is neither a known one nor a file of prompts, or two files of one name."""
+    files = [name for name in names if name.endswith(".jsonl")]
+    for name in names:
+        if name not in workloads.WORKLOADS and not (name in files and os.path.isfile(name)):
+            what = "file" if name in files or os.sep in name else "name"
+            wanted = f"one of {', '.join(workloads.WORKLOADS)} or a .jsonl file of prompts"
+            raise InputError(f"workload {name!r}: no such {what}; wanted {wanted}")
+    if len({Path(file).stem for file in files}) < len(files):  # they are told apart by it inside a run
+        raise InputError(f"axis workload: wanted files of different names, got {', '.join(files)}")
 
 
 def check_drafters(axes: Axes) -> None:

@@ -30,6 +30,12 @@ def parse_duration(text: str, option: str = "time") -> float:
     return float(match[1]) * _UNITS[match[2]]
 
 
+def presets_text() -> str:
+    """The presets of every experiment, for `labkit run --help`."""
+    known = (f"{name}: auto, {', '.join(module.PRESETS)}" for name, module in MODULES.items())
+    return f"Presets of {'. '.join(known)}."
+
+
 def run_from_arguments(arguments: argparse.Namespace) -> Shown:
     """Measure what `labkit run` was asked for. 0 when every point has a result, else 1: some failed or are left."""
     module = MODULES[arguments.experiment]
@@ -81,7 +87,7 @@ def _executor(arguments: argparse.Namespace) -> AbstractContextManager[Any]:
 
 
 def _plan(experiment: str, points: list[dict[str, Any]], module: ModuleType) -> Shown:
-    """`--dry-run`: how many points, in which cells, how long at most, how much memory."""
+    """`--dry-run`: how many points, in which cells, how long and how much memory at most; 1 where none can run here."""
     from labkit.experiments import estimate
 
     groups = len({point["group"] for point in points})
@@ -97,7 +103,11 @@ def _plan(experiment: str, points: list[dict[str, Any]], module: ModuleType) -> 
     about = f"about {minutes} min and {memory_gb} GB (estimated from bytes moved, not measured)"
     lines = [f"{len(points)} points in {groups} interleaved groups, {about}"]
     lines += [f"  {name}: {', '.join(map(str, values))}" for name, values in axes.items()]
-    return plan, "\n".join(lines), 0
+    graphs = sum(point.get("launch_mode") == "graph" for point in points)
+    if graphs and common.device() == "cpu":  # what the run would store of them, and exit with
+        plan["reasons"] = {f"unsupported: {common.NO_GRAPHS}": graphs}
+        lines += [f"on this machine: {graphs} x unsupported: {common.NO_GRAPHS} (launch_mode=eager runs)"]
+    return plan, "\n".join(lines), int(graphs == len(points) and "reasons" in plan)
 
 
 def _outcome(result: RunResult) -> Shown:

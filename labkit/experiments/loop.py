@@ -12,9 +12,9 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from labkit import workloads
 from labkit.cost import attention_shape
 from labkit.device_state import monitor
 from labkit.errors import InputError, Unsupported
@@ -84,7 +84,7 @@ def points(preset: str, **axes: Sequence[Any]) -> list[dict[str, Any]]:
     if trees := [name for name in grid["drafter"] if str(name).endswith("+tree")]:
         raise InputError(f"drafter {trees[0]}: run loop times chains; trees are counted by run acceptance")
     common.check_names("acceptance", grid["acceptance"], ("none", "forced", "real"))
-    common.check_names("workload", grid["workload"], workloads.WORKLOADS)
+    common.check_workloads(grid["workload"])
     for role in ("verify_backend", "decode_backend"):
         common.check_backends(role, grid[role])
     if grid["acceptance"] != ["real"] and 0 in grid["context_len"]:
@@ -101,7 +101,7 @@ def points(preset: str, **axes: Sequence[Any]) -> list[dict[str, Any]]:
     common.check_model_axes(grid, text=real, num_new_tokens=new_tokens)
     found = []
     for place in _places(grid):
-        group = "/".join(str(value) for value in place.values())
+        group = "/".join(str(value) for value in (place | {"workload": Path(place["workload"]).stem}).values())
         cell = fixed | place | {"group": group}
         found += [cell | {"arm": "plain", "decode_backend": name} for name in grid["decode_backend"]]
         found += [
@@ -151,7 +151,7 @@ def measure(arms: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception
 
     common.load_backends(arms[0])
     if arms[0]["launch_mode"] == "graph" and common.device() == "cpu":
-        return [Unsupported("launch_mode graph needs a CUDA device") for _ in arms]
+        return [Unsupported(common.NO_GRAPHS) for _ in arms]
     rows: list[list[dict[str, Any]]] = [[] for _ in arms]
     errors: dict[int, Exception] = {}
     first, runs = arms[0], list[_Arm]()

@@ -186,7 +186,7 @@ def measure(cell: list[dict[str, Any]]) -> list[list[dict[str, Any]] | Exception
     device, first = common.device(), cell[0]
     results: list[list[dict[str, Any]] | Exception] = [[] for _ in cell]
     if first["launch_mode"] == "graph" and device == "cpu":
-        return [Unsupported("launch_mode graph needs a CUDA device") for _ in cell]
+        return [Unsupported(common.NO_GRAPHS) for _ in cell]
     calls: dict[str, Callable[[], object]] = {}
     facts: dict[str, dict[str, Any]] = {}
     for drafter in dict.fromkeys(point["drafter"] for point in cell):

@@ -184,11 +184,13 @@ def figure_acceptance(
     per_position: str = "unconditional",
     labels: Texts = None,
     width_in: float = TEXT_WIDTH_IN,
+    note: str = "",
 ) -> Figure:
     """Acceptance by position, workload and context side by side (stacked at column width), for one k.
 
     num_speculative_tokens : k to show; the largest measured when None.
     definition, per_position : definition of the lengths (a key of ``DEFINITIONS``) and of the rates per position.
+    note : what the subtitle adds.
 
     Raises InputError: that k was not measured, an unknown definition, or rows of several targets, drafters or
     temperatures.
@@ -210,7 +212,7 @@ def figure_acceptance(
         plot_acceptance(rows, along, ax=ax, definition=how, labels=labels, styles=styles)
         ax.set_title(f"by {along.replace('position', 'draft position')}")
     entries = [other_definition()] if definition == "pooled" else []
-    return finished(figure, "How many drafts are kept", _describe(rows, k, labels), entries)
+    return finished(figure, "How many drafts are kept", _describe(rows, k, labels) + note, entries)
 
 
 def _describe(rows: pd.DataFrame, k: int, labels: Texts) -> str:

@@ -3,6 +3,7 @@
 Both are artists, so that positions follow every later change of size, renderer or data limits.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +48,7 @@ def spread(
     return centres
 
 
-class _Placed(Artist):
+class _Placed(Artist, ABC):
     """Texts of an axes, and lines to them, that `place` puts where a renderer's text sizes want them."""
 
     def __init__(self, ax: Axes, zorder: float):
@@ -67,9 +68,9 @@ class _Placed(Artist):
         self.texts[-1].set_figure(self.host.figure)
         return self.texts[-1]
 
+    @abstractmethod
     def place(self, renderer: RendererBase) -> None:
         """Set the positions, in display coordinates."""
-        raise NotImplementedError
 
     def draw(self, renderer: RendererBase) -> None:
         """Place, then draw."""

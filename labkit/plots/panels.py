@@ -24,7 +24,7 @@ FACETS = ("num_speculative_tokens", "batch_size", "workload")
 _MAX_COLUMNS = 4
 _MAX_TEXTS = 3  # workloads beside another facet: more would be a page of panels
 # One figure holds one value of each: what may differ inside an axes is the backend and the context.
-_FIXED = ("gpu", "target", "drafter", "temperature", "weight_dtype", "kv_dtype")
+FIXED = ("gpu", "target", "drafter", "temperature", "weight_dtype", "kv_dtype")
 
 
 @styled
@@ -34,6 +34,7 @@ def figure_breakeven(
     labels: Mapping[str, str] | None = None,
     width_in: float = TEXT_WIDTH_IN,
     lengths: Mapping[str, float] | None = None,
+    note: str = "",
 ) -> Figure:
     """Break-even against context: one panel per k, batch size and, where the cost follows the text, workload.
 
@@ -42,6 +43,7 @@ def figure_breakeven(
     labels : display names for backends, workloads, models and devices.
     width_in : `TEXT_WIDTH_IN` or `COLUMN_WIDTH_IN`.
     lengths : imposed or cited acceptance lengths to draw as labelled lines, by name.
+    note : what the subtitle adds.
 
     Raises InputError: no cells; more than one GPU, model, drafter, temperature or dtype; or k, batch size and workload
     all need panels.
@@ -52,16 +54,16 @@ def figure_breakeven(
         curves: dict[str, Any] = {"crossovers": result.crossovers, "floor": matching(floor, here), "lengths": lengths}
         plot_breakeven(matching(cells, here), ax=ax, labels=labels, styles=styles, **curves)
 
-    panels = _panel_columns(cells)
+    panels = breakeven_panels(cells)
     cells, left_out = fullest_texts(cells, panels)
     figure = _facets(cells, panels, draw, labels, width_in)
-    about = describe(cells, result.baseline, labels=labels, without=panels) + left_out
+    about = describe(cells, result.baseline, labels=labels, without=panels) + left_out + note
     return finished(figure, "Where speculative decoding pays", about, _legend(cells))
 
 
 @styled
 def figure_speedup(
-    result: Breakeven, *, labels: Mapping[str, str] | None = None, width_in: float = TEXT_WIDTH_IN
+    result: Breakeven, *, labels: Mapping[str, str] | None = None, width_in: float = TEXT_WIDTH_IN, note: str = ""
 ) -> Figure:
     """Speed-up against context, one panel per k, batch size and workload that vary. Raises as `figure_breakeven`."""
     cells = result.cells[result.cells["speedup"].notna()]
@@ -69,11 +71,11 @@ def figure_speedup(
     def draw(ax: Axes, here: Mapping[str, Any], styles: Mapping[str, Any]) -> None:
         plot_speedup(matching(cells, here), ax=ax, labels=labels, styles=styles)
 
-    panels = _varying(cells, FACETS)
+    panels = speedup_panels(cells)
     cells, left_out = fullest_texts(cells, panels)
     figure = _facets(cells, panels, draw, labels, width_in)
     _share_limits([ax for ax in figure.axes if ax.get_visible()])
-    about = describe(cells, result.baseline, labels=labels, without=panels) + left_out
+    about = describe(cells, result.baseline, labels=labels, without=panels) + left_out + note
     return finished(figure, "Speed-up over plain decode", about)
 
 
@@ -81,7 +83,13 @@ def _varying(cells: pd.DataFrame, names: Sequence[str]) -> list[str]:
     return [name for name in names if cells[name].nunique() > 1]
 
 
-def _panel_columns(cells: pd.DataFrame) -> list[str]:
+def speedup_panels(cells: pd.DataFrame) -> list[str]:
+    """What needs panels in `figure_speedup`."""
+    return _varying(cells, FACETS)
+
+
+def breakeven_panels(cells: pd.DataFrame) -> list[str]:
+    """What needs panels in `figure_breakeven`: the text only where the cost follows it."""
     keys = [name for name in CURVE_COLUMNS if name not in ("workload", "temperature", "origin")] + ["context_len"]
     cost = cells[cells["mean_acceptance_length"].notna()].groupby(keys, dropna=False)["relative_step_cost"]
     follows_text = ((cost.max() / cost.min()) > 1 + 1e-9).any()
@@ -110,13 +118,12 @@ def _facets(
     """A grid of panels: the last of ``panels`` goes across, the one before down; a single one wraps."""
     if cells.empty:
         raise InputError("cells: want at least one to draw; got none")
-    if mixed := _varying(cells, _FIXED):
+    if mixed := _varying(cells, FIXED):
         values = ", ".join(map(str, cells[mixed[0]].unique()))
         raise InputError(f"cells: one figure holds one {mixed[0]}; got {values}; select with --where {mixed[0]}=NAME")
     if len(panels) > 2:
         raise InputError(f"cells: want at most two of {', '.join(panels)} to vary; select one value of one of them")
-    choices = [sorted(cells[name].dropna().unique()) for name in panels]
-    grid = [[{}]] if not panels else _grid(panels, choices, 1 if width_in <= 5 else _MAX_COLUMNS)
+    grid = [[{}]] if not panels else _grid(panels, cells, 1 if width_in <= 5 else _MAX_COLUMNS)
     num_rows, num_columns = len(grid), max(map(len, grid))
     several = "workload" not in panels and cells["workload"].nunique() > 1
     row_in = 2.6 if several else 1.7 if num_columns > 2 else 2.0
@@ -150,10 +157,14 @@ def _share_limits(axes: Sequence[Axes]) -> None:
         ax.set_ylim(limits[:, 0].min(), limits[:, 1].max())
 
 
-def _grid(panels: Sequence[str], values: Sequence[Sequence[Any]], most: int) -> list[list[dict[str, Any]]]:
-    if len(panels) == 1 or most == 1:
-        places = [dict(zip(panels, place, strict=True)) for place in product(*values)]
-        columns = min(len(places), most)
+def _grid(panels: Sequence[str], cells: pd.DataFrame, most: int) -> list[list[dict[str, Any]]]:
+    """What each panel shows; in lines of up to ``most`` where one facet varies or not every pair was measured."""
+    values = [sorted(cells[name].dropna().unique()) for name in panels]
+    places = [dict(zip(panels, place, strict=True)) for place in product(*values)]
+    there = [place for place in places if not matching(cells, place).empty]
+    if len(panels) == 1 or most == 1 or len(there) < len(places):
+        places = there
+        columns = -(-len(places) // -(-len(places) // most))  # lines of like length
         return [places[start : start + columns] for start in range(0, len(places), columns)]
     down, across = (0, 1) if len(values[1]) <= most else (1, 0)
     return [[{panels[down]: a, panels[across]: b} for b in values[across]] for a in values[down]]

@@ -1,6 +1,5 @@
 """One HTML file about a batch: verdicts, answers, figures, tables, where the numbers come from, how to repeat it."""
 
-import base64
 import html
 import json
 import shlex
@@ -10,6 +9,7 @@ from typing import Any
 
 from labkit import __version__, paths
 from labkit.provenance import command_line, redact
+from labkit.publish.figures import SavedFigure
 from labkit.publish.notebook_run import Verdict
 
 _STYLE = """
@@ -18,6 +18,7 @@ h1 { font-size: 1.4em; } h2 { font-size: 1.15em; border-top: 1px solid #ccc; pad
 pre { background: #f6f6f6; padding: 0.7em; white-space: pre-wrap; overflow-wrap: anywhere; } img { max-width: 100%; }
 table { border-collapse: collapse; font-size: 12px; } .wide { overflow-x: auto; margin: 1em 0; }
 th, td { padding: 2px 9px; border-bottom: 1px solid #e4e4e4; text-align: right; white-space: nowrap; }
+td:last-child { white-space: normal; min-width: 15em; }
 th:first-child, td:first-child { text-align: left; } .bad { color: #b3261e; }
 """
 _SUMMARY = ("notebook", "status", "cell", "seconds", "error")
@@ -67,8 +68,9 @@ def _section(folder: Path, verdict: Verdict, figures: Sequence[tuple[Path, Any]]
     printed = ["".join(output["text"]) for cell in outputs[-1:] for output in cell if "text" in output]
     parts = [f"<p>{' · '.join(links)}</p>", *(f"<pre>{html.escape(text)}</pre>" for text in printed)]
     for png, _ in figures:
-        data = base64.b64encode(png.read_bytes()).decode()
-        parts.append(f'<p><img alt="{html.escape(png.stem)}" src="data:image/png;base64,{data}"></p>')
+        data, looks = SavedFigure(png.stem, (png,), png.with_suffix(".json"))._repr_mimebundle_()
+        look = " ".join(f'{name}="{html.escape(str(value))}"' for name, value in looks["image/png"].items())
+        parts.append(f'<p><img {look} src="data:image/png;base64,{data["image/png"]}"></p>')
     bundles = [output.get("data", {}) for cell in outputs for output in cell]
     texts = ["".join(bundle.get("text/html", "")) for bundle in bundles]
     return parts + [f'<div class="wide">{text}</div>' for text in texts if "<table" in text and "<img" not in text]

@@ -16,7 +16,7 @@ from labkit.decide.step_costs import PARTS
 from labkit.decide.surface import read_rates
 from labkit.errors import InputError
 from labkit.results import experiments_in, find_runs, load_runs, load_sidecars
-from labkit.rows import distinct, is_missing
+from labkit.rows import distinct, is_missing, matching
 
 # Each is narrowed by those before it, in this order.
 COST_FIELDS = ("gpu", "target", "drafter", "weight_dtype", "kv_dtype", "batch_size", "num_speculative_tokens")
@@ -142,7 +142,8 @@ class StoredRows:
                 chosen[name] = int(min(values) if name == "batch_size" else max(values))
             rows = rows if chosen[name] is None else rows[rows[name] == chosen[name]]
         contexts = distinct(rows, "context_len")
-        texts = self.acceptance["workload"].value_counts() if len(self.acceptance) else pd.Series(dtype=int)
+        own = matching(self.acceptance, {name: chosen[name] for name in names})
+        texts = own["workload"].value_counts() if len(own) else pd.Series(dtype=int)
         choice = Choice(
             **chosen,
             pairings=tuple(distinct(rows, "pairing"))[:4],

@@ -1,6 +1,7 @@
 """The figures of this project by name, from any stored runs: what `labkit figure` draws."""
 
 import argparse
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +11,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from labkit.axes import ALIASES, keep_where, parse_size, some_values, with_sizes
-from labkit.breakeven import breakeven
+from labkit.breakeven import Breakeven, breakeven
 from labkit.decide.composed import cost_rows, stored_acceptance, stored_costs
 from labkit.decide.step_costs import CELL_KEY
 from labkit.decide.verdict import parse_length, restricted
@@ -20,18 +21,19 @@ from labkit.plots.acceptance import figure_acceptance
 from labkit.plots.attention import figure_attention
 from labkit.plots.attention_table import one_setting
 from labkit.plots.floor import figure_ladder, figure_over_floor
-from labkit.plots.panels import figure_breakeven, figure_speedup
+from labkit.plots.panels import FIXED, breakeven_panels, figure_breakeven, figure_speedup, speedup_panels
 from labkit.plots.step import figure_step_parts
 from labkit.plots.style import COLUMN_WIDTH_IN, TEXT_WIDTH_IN
 from labkit.publish.figures import FORMATS, SavedFigure, save_figure
 from labkit.publish.notebook import one_device
 from labkit.results import experiments_in, find_runs, load_runs, load_sidecars
-from labkit.rows import distinct, key_value
+from labkit.rows import distinct, fullest, key_value, run_ids
 
 # What a display name can stand for.
 _NAMED = ("gpu", "target", "drafter", "workload", "backend", "verify_backend", "draft_backend", "decode_backend")
 _WITH_LENGTH = ("breakeven", "speedup", "step")
 _JOINED = {"loop", "step", "acceptance"}
+Panels = Callable[[pd.DataFrame], list[str]]
 WIDTHS = {"column": COLUMN_WIDTH_IN, "text": TEXT_WIDTH_IN}
 
 
@@ -85,8 +87,13 @@ class Request:
         self.used += [run.path for run in runs if run.path.stem in set(frame["run_id"])]
         return frame
 
-    def verdicts(self) -> Any:
-        """The cells of `labkit breakeven` that ``where`` keeps, on the device of the newest run behind them."""
+    def verdicts(self, panels: Panels | None = None) -> tuple[Breakeven, str]:
+        """The cells of `labkit breakeven` that ``where`` keeps, on the device of the newest run behind them.
+
+        panels : what needs panels in a figure of one setting. Of several settings the fullest with an acceptance length
+            is kept (`labkit.rows.fullest`), and the smallest batch where k, batch and text would all need panels or not
+            every pair was measured; what ``where`` names stays. Returns also what the subtitle says of that.
+        """
         length, paths = self.acceptance_length, self.paths
         costs = cost_rows(stored_costs(paths))
         acceptance = stored_acceptance(paths) if length is None else None
@@ -96,17 +103,25 @@ class Request:
         newest = acceptance if acceptance is not None and set(acceptance["gpu"]) & set(cells["gpu"]) else costs
         newest = newest[newest["gpu"].isin(cells["gpu"])]
         cells = cells[cells["gpu"] == newest.sort_values("run_id")["gpu"].iloc[-1]]
+        chosen: list[str] = []
+        if panels is not None:
+            cells, chosen = fullest(cells, FIXED, cells[cells["mean_acceptance_length"].notna()], self.where)
+            facets = panels(cells)
+            whole = len(cells[facets].drop_duplicates()) == math.prod(cells[facets].nunique())
+            if "batch_size" in facets and "batch_size" not in self.where and (len(facets) > 2 or not whole):
+                cells = cells[cells["batch_size"] == cells["batch_size"].min()]
+                chosen.append(f"batch size {cells['batch_size'].iloc[0]:g}")
         self.names |= {str(name) for column in _NAMED if column in cells for name in distinct(cells, column)}
         self._refuse_unknown()
-        found = _run_ids(costs, cells, CELL_KEY)
+        found = run_ids(costs, cells, CELL_KEY)
         if acceptance is not None:
             names = ("target", "drafter", "workload")
-            found |= _run_ids(acceptance, cells, ("gpu", *names)) or _run_ids(acceptance, cells, names)
+            found |= run_ids(acceptance, cells, ("gpu", *names)) or run_ids(acceptance, cells, names)
         runs = []
         for name in experiments_in(*paths) & _JOINED:
             runs += find_runs(name, *(path for path in paths if name in experiments_in(path)))
         self.used += [run.path for run in runs if run.path.stem in found]
-        return restricted(result, cells)
+        return restricted(result, cells), _of_several(chosen)
 
     def attention(self) -> tuple[pd.DataFrame, dict[str, Any]]:
         rows = self.rows("attention")
@@ -114,14 +129,6 @@ class Request:
         if len(asked) > 1:
             raise InputError(f"--where batch_size={','.join(asked)}: one figure holds one batch size")
         return one_setting(rows, batch_size=_size("batch_size", asked[0])), load_sidecars("attention", *self.used)
-
-
-def _run_ids(rows: pd.DataFrame, cells: pd.DataFrame, names: Sequence[str]) -> set[str]:
-    """The runs whose rows lie in one of the cells."""
-    keys = [name for name in names if name in rows and name in cells]
-    wanted = {tuple(map(key_value, key)) for key in cells[keys].itertuples(index=False)}
-    places = rows[["run_id", *keys]].drop_duplicates().itertuples(index=False, name=None)
-    return {run_id for run_id, *key in places if tuple(map(key_value, key)) in wanted}
 
 
 def _where(frame: pd.DataFrame, where: Mapping[str, Sequence[str]]) -> pd.DataFrame:
@@ -137,8 +144,16 @@ def _where(frame: pd.DataFrame, where: Mapping[str, Sequence[str]]) -> pd.DataFr
     return frame
 
 
-def _of_verdicts(draw: Callable[..., Figure]) -> Callable[..., Figure]:
-    return lambda data, **style: draw(data.verdicts(), **style)
+def _of_several(chosen: Sequence[str]) -> str:
+    return f" · of several (--where): {', '.join(chosen)}" if chosen else ""
+
+
+def _of_verdicts(draw: Callable[..., Figure], panels: Panels) -> Callable[..., Figure]:
+    def figure(data: Request, **style: Any) -> Figure:
+        result, note = data.verdicts(panels)
+        return draw(result, note=note, **style)
+
+    return figure
 
 
 def _of_attention(draw: Callable[..., Figure]) -> Callable[..., Figure]:
@@ -150,7 +165,10 @@ def _of_attention(draw: Callable[..., Figure]) -> Callable[..., Figure]:
 
 
 def _acceptance(data: Request, **style: Any) -> Figure:
-    return figure_acceptance(data.rows("acceptance"), **style)
+    rows = data.rows("acceptance")
+    rows, chosen = fullest(rows, ("target", "drafter", "temperature"), rows, data.where)
+    data.used = [path for path in data.used if path.stem in set(rows["run_id"])]
+    return figure_acceptance(rows, note=_of_several(chosen), **style)
 
 
 def _step(data: Request, *, labels: Mapping[str, str] | None, width_in: float) -> Figure:
@@ -164,8 +182,8 @@ def _step(data: Request, *, labels: Mapping[str, str] | None, width_in: float) -
 
 
 FIGURES: Mapping[str, Callable[..., Figure]] = {
-    "breakeven": _of_verdicts(figure_breakeven),
-    "speedup": _of_verdicts(figure_speedup),
+    "breakeven": _of_verdicts(figure_breakeven, breakeven_panels),
+    "speedup": _of_verdicts(figure_speedup, speedup_panels),
     "attention": _of_attention(figure_attention),
     "over_floor": _of_attention(figure_over_floor),
     "ladder": _of_attention(figure_ladder),
@@ -193,7 +211,7 @@ def write_figure(name: str, out: Path, request: Request) -> SavedFigure:
     if suffix == "html":
         from labkit.publish.page import write_page
 
-        result = request.verdicts()
+        result, _ = request.verdicts()
         return SavedFigure(out.stem, (write_page(result, out, runs=tuple(path.stem for path in request.used)),), out)
     figure = FIGURES[name](request, labels=request.labels, width_in=request.width_in)
     return save_figure(figure, out.stem, request.used, formats=[suffix], out_dir=out.parent)

@@ -231,8 +231,10 @@ function values(rows, name) {
 
 function makeSelects(state) {
   $("controls").replaceChildren();
-  // Begin at a combination that was measured: that of the longest drafts.
-  const first = state.rows.reduce((a, b) => b.num_speculative_tokens > a.num_speculative_tokens ? b : a, state.rows[0]);
+  // Begin at a combination that was measured, with an acceptance length if there is any: that of the longest drafts.
+  const judged = state.rows.filter((row) => row.mean_acceptance_length !== null);
+  const first = (judged.length ? judged : state.rows).reduce(
+    (a, b) => b.num_speculative_tokens > a.num_speculative_tokens ? b : a);
   for (const [name, title] of Object.entries(SELECTS)) {
     const options = values(state.rows, name);
     if (options.length < 2) continue;
@@ -260,7 +262,9 @@ const ranged = (row, name) => row[name] === null ? "\u2013" :
 function draw(state) {
   const rows = chosen(state);
   state.view.data("cells", rows).run();
-  $("message").textContent = rows.length ? `${rows.length} cells` : "This combination was not measured.";
+  const judged = rows.some((row) => row.speedup !== null);
+  const said = `${rows.length} cells${judged ? "" : "; no acceptance length joins them, so there is no speed-up"}`;
+  $("message").textContent = rows.length ? said : "This combination was not measured.";
   const head = ["backend", "context", "break-even length", "acceptance length", "speed-up", "verdict", "origin"];
   const table = document.createElement("table"), body = [head, ...rows.map((row) => [row.verify_backend,
     row.context_len, ranged(row, "relative_step_cost"), ranged(row, "mean_acceptance_length"), ranged(row, "speedup"),
@@ -287,6 +291,7 @@ async function start(spec, rows) {
   const state = {rows: rows.map(clean)};
   makeSelects(state);
   spec.datasets.cells = chosen(state);
+  for (const part of spec.vconcat) part.width = Math.min(part.width, $("chart").clientWidth - 75);  // beside the axis
   state.view = (await vegaEmbed("#chart", spec, {actions: false, renderer: "svg"})).view;
   draw(state);
   const take = async (file) => {

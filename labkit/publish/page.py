@@ -126,6 +126,7 @@ def chart() -> alt.VConcatChart:
     speed, ends = alt.Y("speedup:Q", **look), {"y": alt.Y("speedup_low:Q", **look), "y2": "speedup_high"}
     lower = alt.layer(
         base.mark_rule(color="black", strokeDash=[2, 3]).encode(y=alt.datum(1.0)),
+        *(base.mark_rule(opacity=0).encode(y=alt.datum(end)) for end in (0.5, 2.0)),  # an axis where nothing is judged
         base.mark_rule(opacity=0.7).encode(x=x, **ends, **backend),
         base.mark_line().encode(x=x, y=speed, **backend, **dashes),
         base.mark_point(filled=True, opacity=1, size=45).encode(x=x, y=speed, shape=shape, **backend, tooltip=tip),
