@@ -1,10 +1,11 @@
 """Agreement, drift and repetition of planted greedy texts."""
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from labkit.acceptance import AcceptanceCounts
-from labkit.decide.agreement import agreement_table, drift_table, repetition_table
+from labkit.decide.agreement import agreement_table, drift_table, repetition_table, temperature_table
 from labkit.drafting.matches import Matches, simulate
 from labkit.errors import InputError
 from tests.worlds import rows_of_counts
@@ -55,3 +56,17 @@ def test_repeating_texts_stand_apart():
 def test_rows_without_matches_are_refused():
     with pytest.raises(InputError, match="want match_lengths"):
         agreement_table(texts([1, 0]).assign(match_lengths=None))
+
+
+def test_sampled_texts_stand_beside_greedy_ones_of_the_same_prompts():
+    greedy = texts([3] * 40, [3] * 40, [0] * 40, repeated=[0.3, 0.1, 0.0]).assign(temperature=0.0, context_len_low=0)
+    sampled = texts([0] * 40, [0] * 40, repeated=[0.1, 0.1]).assign(temperature=0.7, context_len_low=0)
+    rows = pd.concat([greedy, sampled, sampled])
+    table = temperature_table(rows).reset_index().set_index("temperature")
+    # The third greedy text was not sampled, so it is left out.
+    assert table["mean_acceptance_length"].to_dict() == {0.0: 4.0, 0.7: 1.0}
+    assert table["num_prompts"].tolist() == [2, 2]
+    assert table["num_texts"].tolist() == [2, 4]
+    assert table["repeating"].tolist() == [0.5, 0.0]
+    with pytest.raises(InputError, match="above 0"):
+        temperature_table(greedy)

@@ -61,13 +61,13 @@ def test_shared_drift_of_the_clock_cancels() -> None:
     assert cell["relative_step_cost"] == pytest.approx(2.0)
 
 
-def test_ratios_do_not_cross_runs() -> None:
-    # The second run's machine is ten times slower; pooled times would give a ratio of neither run.
-    slow = CostWorld(lambda _, __: 100.0, lambda _, __, j: 250.0, run_id="run-2")
-    rows = pd.concat([cost_rows(falling(2.5, 0.0).with_(context_lens=(1024,))), cost_rows(slow)])
-    cells = breakeven(rows, 3.0).cells
-    assert cells["relative_step_cost"].tolist() == pytest.approx([2.5])
-    assert cells["num_rounds"].tolist() == [16]
+def test_of_several_runs_of_a_cell_the_newest_counts() -> None:
+    # The second run's machine is ten times slower; a ratio over both runs would be that of neither.
+    slow = CostWorld(lambda _, __: 100.0, lambda _, __, j: 300.0, run_id="run-2")
+    rows = pd.concat([cost_rows(slow), cost_rows(falling(2.5, 0.0).with_(context_lens=(1024, 4096)))])
+    cells = breakeven(rows, 3.5).cells.set_index("context_len")
+    assert cells["relative_step_cost"].to_dict() == pytest.approx({1024: 3.0, 4096: 2.5})
+    assert cells["num_rounds"].tolist() == [8, 8]
 
 
 @pytest.mark.parametrize(("rounds", "prompts", "reason"), [(1, 8, "one round"), (8, 1, "one prompt")])

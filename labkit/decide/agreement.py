@@ -86,6 +86,30 @@ def repetition_table(df: pd.DataFrame) -> pd.DataFrame:
     return table.set_index(["drafter", "workload", "text"])[names]
 
 
+def temperature_table(df: pd.DataFrame) -> pd.DataFrame:
+    """Acceptance length by temperature, of the prompts, contexts and k that were sampled, and of the same ones greedy.
+
+    repeating : share of texts that repeat over 20% of their 4-grams, which please every drafter.
+
+    Raises InputError: nothing was sampled.
+    """
+    keys = ["drafter", "workload", "num_speculative_tokens"]
+    rows = ok_rows(df, "acceptance", [*keys, "temperature", "prompt_id", "context_len_low", "repeated_ngram_share"])
+    same = [*keys, "context_len_low", "prompt_id"]
+    sampled = rows.loc[rows["temperature"] > 0, same].drop_duplicates()
+    if sampled.empty:
+        raise InputError("acceptance rows: want some at a temperature above 0; there are none")
+    rows = rows.merge(sampled, on=same)
+    table = acceptance_table(rows, by=[*keys, "temperature"]).set_index([*keys, "temperature"])
+    groups = rows.groupby([*keys, "temperature"])
+    table["num_texts"] = groups.size()
+    table["repeating"] = groups["repeated_ngram_share"].agg(
+        lambda share: float((share.fillna(0.0) > MAX_REPEATED).mean())
+    )
+    names = ["mean_acceptance_length", "mean_acceptance_length_low", "mean_acceptance_length_high"]
+    return table[[*names, "num_prompts", "num_texts", "repeating"]]
+
+
 def _length(share: pd.Series | float, k: pd.Series | int) -> np.ndarray:
     """1 + p + ... + p^k."""
     p, depth = np.broadcast_arrays(np.asarray(share, float), np.asarray(k, int))

@@ -61,7 +61,8 @@ def step_costs(cost_rows: pd.DataFrame) -> list[StepCosts]:
     """Sort loop rows with status ok into cells; step rows are first made loop rows by `labkit.decide.forward_costs`.
 
     Costs come from runs at a fixed context. Rows of origin forced are welcome: only their acceptance is imposed, their
-    times are real, so the cell counts as measured. Rounds of several runs of one cell are pooled after pairing.
+    times are real, so the cell counts as measured. Of several runs of one cell the newest counts: another code, card or
+    day is no further round of the same measurement.
 
     Raises InputError: columns are missing, an arm is missing or unknown, a time is not above 0, or a group or a cell
     mixes contexts, dtypes, linear backends, launch modes or origins.
@@ -73,6 +74,8 @@ def step_costs(cost_rows: pd.DataFrame) -> list[StepCosts]:
     _check(rows)
     plain = rows[rows["arm"] == "plain"]
     speculative = rows[rows["arm"] == "speculative"].astype({"num_speculative_tokens": int})
+    newest = speculative.groupby(list(CELL_KEY), dropna=False)["run_id"].transform("max")
+    speculative = speculative[speculative["run_id"] == newest]
     decode_ms = plain.groupby([*PAIR, "decode_backend"])["step_ms"].median().unstack("decode_backend")
     cell_ids = speculative.groupby(list(CELL_KEY), dropna=False, sort=True).ngroup().rename("cell")
     by_length = [cell_ids, *(speculative[name] for name in (*PAIR, "num_drafted_tokens"))]

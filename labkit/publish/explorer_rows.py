@@ -16,7 +16,7 @@ from labkit.decide.step_costs import PARTS
 from labkit.decide.surface import read_rates
 from labkit.errors import InputError
 from labkit.results import experiments_in, find_runs, load_runs, load_sidecars
-from labkit.rows import distinct, is_missing, matching
+from labkit.rows import distinct, fullest, is_missing, matching
 
 # Each is narrowed by those before it, in this order.
 COST_FIELDS = ("gpu", "target", "drafter", "weight_dtype", "kv_dtype", "batch_size", "num_speculative_tokens")
@@ -75,7 +75,7 @@ def usual_length(k: int) -> Imposed:
 
 
 class StoredRows:
-    """Cost and acceptance rows of every device. Raises InputError: no cost rows."""
+    """Cost and acceptance rows of every device, of several temperatures those of 0. Raises InputError: no cost rows."""
 
     def __init__(
         self,
@@ -91,6 +91,7 @@ class StoredRows:
         self.costs = _light(costs.assign(pairing=pairing(costs)), _COST_COLUMNS)
         self.acceptance = pd.DataFrame()
         if acceptance is not None:
+            acceptance = fullest(acceptance, ["temperature"], acceptance)[0]
             ks = costs["num_speculative_tokens"].dropna().astype(int).unique()
             self.acceptance = _light(cut_acceptance(acceptance, [int(k) for k in ks]), _ACCEPTANCE_COLUMNS)
         self.files, self.read_gb_per_s = {file.stem: file for file in files}, read_gb_per_s

@@ -15,7 +15,7 @@ from labkit.decide.surface import Surface, read_rates, select, verdict_surface
 from labkit.errors import InputError
 from labkit.publish.figures import SavedFigure, save_figure
 from labkit.results import StoredRun, find_runs, load_runs, load_sidecars
-from labkit.rows import fixed_context
+from labkit.rows import distinct, fixed_context, fullest
 from labkit.schema import columns
 
 SOURCES = ("committed", "run")
@@ -79,9 +79,19 @@ class Session:
         """run_id -> sidecar of the runs of this experiment that `rows` has used."""
         return load_sidecars(experiment, *(path for path in self.used if path.parent.parent.name == experiment))
 
+    def _greedy(self) -> pd.DataFrame:
+        """The acceptance rows of temperature 0 where there are several temperatures; says so."""
+        rows, chosen = fullest(acceptance := self.rows("acceptance"), ["temperature"], acceptance)
+        if chosen:
+            others = [
+                f"{value:g}" for value in distinct(acceptance, "temperature") if value not in set(rows["temperature"])
+            ]
+            print(f"acceptance at {chosen[0]}; notebook 03 has temperature {' and '.join(others)}")
+        return rows
+
     def breakeven(self, **options: object) -> Breakeven:
         """Join the cost rows (loop) of one gpu and target with the acceptance rows; options as in `breakeven`."""
-        loop, acceptance = fixed_context(self.rows("loop")), self.rows("acceptance")
+        loop, acceptance = fixed_context(self.rows("loop")), self._greedy()
         return breakeven(_one_place(loop, acceptance, None), acceptance, **options)  # type: ignore[arg-type]
 
     def surface(self, *, widest: str | None = None, imposed: float | None = None, **options: Any) -> Surface:
@@ -91,7 +101,7 @@ class Session:
         alone and a sentence; or with an ``imposed`` length in its place, drawn as imposed.
         """
         frames = [self.rows("loop"), *([self.rows_if_any("step")] if self.source == "committed" else [])]
-        acceptance = self.rows("acceptance")
+        acceptance = self._greedy()
         rows = _one_place(pd.concat([frame for frame in frames if len(frame)], ignore_index=True), acceptance, widest)
         sidecars = [self.sidecars(name) for name in ("loop", "step") if name in set(rows["experiment"])]
         options = {
