@@ -214,6 +214,7 @@ def check_table(table: pa.Table, experiment: str) -> list[Finding]:
     rows = _Rows(table.select([name for name in table.schema.names if name in typed]))
     rules = [_values(rows, experiment), _counts(rows), _histograms(rows), _times(rows), _point_keys(rows)]
     if typed.issuperset(keys := SAMPLE_KEYS[experiment]):
+        keys = tuple(name for name in keys if name in rows.names)  # the run may be older than the column
         rules.append(iter([("sample", table.select(keys).to_pandas().duplicated().to_numpy(), "stored twice")]))
     with np.errstate(invalid="ignore"):
         for rule in rules:

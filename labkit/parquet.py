@@ -24,12 +24,14 @@ def read_table(path: Path) -> pa.Table:
     Raises InputError: missing, no Parquet file, larger than any run, or one that expands beyond reason.
     """
     try:
-        with pq.ParquetFile(path, **_THRIFT_LIMITS) as file:
-            _check_size(path, file.metadata)
+        # With a buffer nothing of a column is read until its values are asked for.
+        with pq.ParquetFile(path, buffer_size=4096, **_THRIFT_LIMITS) as file:
+            _check_size(path, file)
             texts = [field.name for field in file.schema_arrow if pa.types.is_string(field.type)]
         # Texts come as dictionaries first: one long text in each of many rows is a bomb as well.
         with pq.ParquetFile(path, read_dictionary=texts, **_THRIFT_LIMITS) as file:
             table = file.read()
+        table.validate(full=True)  # indices within dictionaries, and texts in UTF-8: nothing below looks again
         _check_expansion(path, sum(_text_bytes(table[name]) for name in texts))
         for name in texts:
             table = table.set_column(table.schema.get_field_index(name), name, table[name].cast(TEXT))
@@ -41,11 +43,20 @@ def read_table(path: Path) -> pa.Table:
         raise InputError(f"{path}: wanted a Parquet file, got {problem}") from error
 
 
-def _check_size(path: Path, metadata: Any) -> None:
+def _check_size(path: Path, file: Any) -> None:
+    metadata = file.metadata
     groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
-    chunks = [group.column(index) for group in groups for index in range(group.num_columns)]
     if metadata.num_rows > MAX_ROWS:
         raise InputError(f"{path}: {metadata.num_rows} rows; wanted at most {MAX_ROWS}")
+    for index, group in enumerate(groups):
+        # `group.column` ends the process where a chunk contradicts the schema: nothing in pyarrow catches what is
+        # thrown there. A reader of no rows looks at the same chunks, and there it is caught and raised.
+        if group.num_columns != metadata.num_columns:
+            raise InputError(f"{path}: row group {index} has {group.num_columns} columns, wanted {metadata.num_columns}")
+        next(file.reader.iter_batches(0, [index]), None)
+    chunks = [group.column(index) for group in groups for index in range(group.num_columns)]
+    if sum(chunk.total_compressed_size for chunk in chunks) > path.stat().st_size:
+        raise InputError(f"{path}: its columns overlap; wanted a Parquet file")
     _check_expansion(path, sum(max(8 * chunk.num_values, chunk.total_uncompressed_size) for chunk in chunks))
 
 

@@ -18,7 +18,7 @@ from labkit.engines.recipes import backend_flag
 from labkit.engines.record import Record, counted
 from labkit.engines.roles import ROLES, Role, gpu_row, kernel, resolve_roles, rows_of, speculative_tokens
 from labkit.engines.server import Server
-from labkit.engines.step_times import MIN_WINDOWS, Interval, against_plain, step_plane
+from labkit.engines.step_times import MIN_WINDOWS, Interval, against_plain, steady, step_plane
 from labkit.engines.tables import read_table
 from labkit.engines.trace import summarise
 from labkit.engines.windows import grouped, judged
@@ -90,7 +90,7 @@ def diagnose(
     k = speculative_tokens(server) or (sizes.most_common(1)[0][0] if sizes else None)
     shape = _shape(found, given=bool(model))
     if not windows.empty:
-        timed = windows.dropna(subset=["step_ms", "context_len", "batch_size"])
+        timed = steady(windows)
         found.batch_size = None if timed.empty else float(timed["batch_size"].mode()[0])
         _acceptance(found, windows, None if is_plain else k or math.inf)
         num_gpus = server.number("tp_size", "tensor_parallel_size", "tp")
@@ -177,7 +177,8 @@ def _acceptance(found: Diagnosis, windows: pd.DataFrame, k: float | None) -> Non
                 low, high = max(low, 1.0), min(high, k + 1)
         edges = [int(2 ** (float(str(band)) + side)) if placed is not windows else None for side in (-0.5, 0.5)]
         entry: dict[str, Any] = {"context_len_low": edges[0], "context_len_high": edges[1]}
-        entry["step_ms"] = rows["step_ms"].astype(float)[rows["batch_size"].eq(found.batch_size or 0)].median()
+        same = rows["batch_size"].astype(float) == (math.nan if found.batch_size is None else found.batch_size)
+        entry["step_ms"] = rows["step_ms"].astype(float)[same].median()
         entry |= {"num_windows": len(rows), "mean_acceptance_length": mean, "low": low, "high": high}
         found.bands.append({name: None if pd.isna(value) else value for name, value in entry.items()})
     if k is None:

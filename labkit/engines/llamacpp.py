@@ -39,9 +39,11 @@ class Log:
         """The request of a slot without a draft line, where nothing tells that drafts are on."""
         record = self.slots.pop(slot, None)
         details = record.details if record else {}
-        if not record or self.drafted or "drafter" in self.server.named or details.get("output_tokens", 0) < 2:
+        output, ms = details.get("output_tokens", 0), details.pop("decode_ms_total", None)
+        # Without a time the line was cut off or garbled.
+        if not record or not ms or self.drafted or "drafter" in self.server.named or output < 2:
             return []
-        request_steps(record, details["output_tokens"], details.pop("decode_ms_total"), details.get("prompt_tokens"))
+        request_steps(record, output, ms, details.get("prompt_tokens"))
         return [record]
 
     def slot_line(self, record: Record, values: Mapping[str, str], text: str) -> list[Record]:

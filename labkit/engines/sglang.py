@@ -126,7 +126,9 @@ class Log:
         """bench_one_batch prints the median step and batch / median step."""
         one_batch(record, values)
         if record.step_ms and record.output_tokens_per_s:
-            record.batch_size = float(round(record.step_ms * record.output_tokens_per_s / 1000))
+            record.batch_size = float(round(record.step_ms * record.output_tokens_per_s / 1000)) or None
+        if record.batch_size is None:
+            record.warn("median latency x throughput is no batch: one of the two is garbled or cut off")
         return [record]
 
     def _window(self, record: Record, rank: _Rank) -> None:

@@ -16,6 +16,12 @@ MIN_WINDOWS, MIN_SPAN, MIN_PLAIN, CLOSE, RESAMPLES = 6, 1.5, 3, 0.1, 1000
 Interval = tuple[float, float, float]
 
 
+def steady(windows: pd.DataFrame) -> pd.DataFrame:
+    """Windows whose step time, context and running requests are known; an idle engine's iteration is no step."""
+    known = windows.dropna(subset=["step_ms", "context_len", "batch_size"])
+    return known[known["batch_size"].astype(float) > 0]
+
+
 def step_plane(timed: pd.DataFrame, batch: float) -> tuple[list[Interval], bool]:
     """ms per 1,024 cached tokens of all requests together, and the intercept at ``batch`` in ms, with 95% intervals.
 
@@ -75,7 +81,7 @@ def against_plain(windows: pd.DataFrame, plain: pd.DataFrame) -> list[dict[str, 
 
 def _cells(windows: pd.DataFrame) -> dict[tuple[int, float], pd.DataFrame]:
     """Steady windows by octave of context and batch."""
-    steady = windows.dropna(subset=["step_ms", "context_len", "batch_size", "output_tokens_per_s"])
-    steady = steady[steady["context_len"].astype(float) > 0]
-    octave = np.log2(steady["context_len"].astype(float).clip(lower=1)).round().astype(int)
-    return {(int(str(k[0])), float(str(k[1]))): rows for k, rows in steady.groupby([octave, steady["batch_size"]])}
+    kept = steady(windows).dropna(subset=["output_tokens_per_s"])
+    kept = kept[kept["context_len"].astype(float) > 0]
+    octave = np.log2(kept["context_len"].astype(float).clip(lower=1)).round().astype(int)
+    return {(int(str(k[0])), float(str(k[1]))): rows for k, rows in kept.groupby([octave, kept["batch_size"]])}
