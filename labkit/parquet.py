@@ -52,7 +52,9 @@ def _check_size(path: Path, file: Any) -> None:
         # `group.column` ends the process where a chunk contradicts the schema: nothing in pyarrow catches what is
         # thrown there. A reader of no rows looks at the same chunks, and there it is caught and raised.
         if group.num_columns != metadata.num_columns:
-            raise InputError(f"{path}: row group {index} has {group.num_columns} columns, wanted {metadata.num_columns}")
+            raise InputError(
+                f"{path}: row group {index} has {group.num_columns} columns, wanted {metadata.num_columns}"
+            )
         next(file.reader.iter_batches(0, [index]), None)
     chunks = [group.column(index) for group in groups for index in range(group.num_columns)]
     if sum(chunk.total_compressed_size for chunk in chunks) > path.stat().st_size:

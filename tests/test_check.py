@@ -246,6 +246,14 @@ def test_a_parquet_bomb_is_refused_before_it_is_read(tmp_path):
     assert "MiB when read; wanted at most 256 MiB" in limited(FIND, tmp_path)
 
 
+def test_a_run_older_than_a_column_that_tells_samples_apart_is_checked(tmp_path):
+    path = write(tmp_path)
+    rewrite(lambda t: t.drop_columns(["decode_backend"]))(path)
+    assert check_run(path) == []
+    rewrite(lambda t: pa.concat_tables([t.slice(0, 3), t.slice(2, 1)]))(path)
+    assert "stored twice" in [finding.problem.partition(" (")[0] for finding in check_run(path)]
+
+
 def test_a_long_text_in_every_row_is_refused_before_it_is_repeated(tmp_path):
     path = write(tmp_path)
     words = pa.DictionaryArray.from_arrays(pa.repeat(pa.scalar(0, pa.int32()), 100_000), ["x" * 100_000])
@@ -253,6 +261,16 @@ def test_a_long_text_in_every_row_is_refused_before_it_is_repeated(tmp_path):
     resign(path)
     assert path.stat().st_size < 1 << 20
     assert "MiB when read; wanted at most 256 MiB" in limited(FIND, tmp_path)
+
+
+def test_columns_that_share_bytes_of_the_file_are_refused(tmp_path):
+    path = write(tmp_path)
+    pq.write_table(pa.table({"a": range(300), "b": range(300)}), path, compression="none", use_dictionary=False)
+    size = pq.read_metadata(path).row_group(0).column(0).total_compressed_size
+    own, both = (bytes([0x16, 2 * n & 0x7F | 0x80, 2 * n >> 7]) for n in (size, 2 * size))  # as Thrift writes them
+    path.write_bytes(path.read_bytes().replace(own + own, own + both, 1))
+    resign(path)
+    assert "its columns overlap" in check_run(path)[0].problem
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".json", ".jsonl"])

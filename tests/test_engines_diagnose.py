@@ -36,6 +36,21 @@ def test_a_backend_that_splits_the_cache_is_not_replaced_blindly():
     assert "fa3 verifies with a KV split" in found.next_step
 
 
+def test_iterations_without_a_request_give_no_step_time():
+    """TensorRT-LLM prints its statistics of idle iterations too."""
+    records = [
+        Record("trtllm", "iteration statistics", "window", "", mean_acceptance_length=2.5, step_ms=ms, batch_size=batch)
+        for ms, batch in [(0.1, 0.0)] * 20 + [(25.0, 4.0)] * 20
+    ]
+    found = diagnose(iter(records), Server(engine="trtllm"))
+    assert (found.batch_size, [band["step_ms"] for band in found.bands]) == (None, [None])
+    assert "at batch" not in render(found)
+    for record in records:
+        record.context_len = 4096.0
+    found = diagnose(iter(records), Server(engine="trtllm"))
+    assert (found.batch_size, [band["step_ms"] for band in found.bands]) == (4.0, [25.0])
+
+
 def test_falling_acceptance_is_not_called_verify_cost():
     falling = log(ms_per_1k=1.1 * FLOOR, length=lambda context: 3.4 - 0.25 * (context.bit_length() - 10))
     found = diagnosed(falling)
