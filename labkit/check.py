@@ -50,7 +50,7 @@ class _Rows:
     def numbers(self, name: str) -> np.ndarray:
         if name not in self.names:
             return np.full(self.table.num_rows, np.nan)
-        return pc.cast(self.table[name], REAL).to_numpy()
+        return pc.cast(self.table[name], REAL, safe=False).to_numpy()  # beyond 2**53 it rounds
 
     def texts(self, name: str) -> list[str | None]:
         return self.table[name].to_pylist() if name in self.names else [None] * self.table.num_rows
@@ -99,6 +99,7 @@ def _values(rows: _Rows, experiment: str) -> _Broken:
             yield name, ~null & ~np.isfinite(numbers), "is NaN or infinite; a missing value is null"
             if name != "seed":
                 yield name, numbers < 0, "is negative"
+                yield name, numbers >= 2**53, "is beyond what is counted or timed"
     reasonless = [value is None for value in rows.texts("reason")]
     yield "reason", ~rows.ok & np.array(reasonless, bool), "is null though the status is not ok"
 
