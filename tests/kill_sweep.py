@@ -1,5 +1,6 @@
 """A sweep to be killed: prints the key of each point once it is stored, and the process id of its worker."""
 
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ def points(num: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Run the sweep into the folder, of as many points, given as arguments."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores Ctrl-C
     Journal.append = _append_and_acknowledge  # type: ignore[method-assign]
     executor.WorkerProcess._start = _start_and_tell  # type: ignore[method-assign]
     provenance = collect("cpu")

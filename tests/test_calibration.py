@@ -17,7 +17,7 @@ from tests.worlds import (
 )
 
 # Timing as it comes: spread of samples, drift of the clock, spikes, noise that lasts from round to round.
-REAL_NOISE = Noise(sample=0.03, drift=0.02, spikes=0.05, autocorrelation=0.3)
+REAL_NOISE = Noise(sample=0.03, drift=0.07, spikes=0.05, autocorrelation=0.3)
 
 
 def test_the_planted_noise_is_no_milder_than_that_of_the_committed_gpu_costs() -> None:

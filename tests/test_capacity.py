@@ -9,6 +9,7 @@ import pytest
 from labkit.cli import main
 from labkit.decide.capacity import capacity, render
 from labkit.decide.composed import stored_costs
+from labkit.decide.forward_costs import without_shared_prefix
 from labkit.decide.recommend import _room
 from labkit.paths import RUNS
 from labkit.shapes import model_shape
@@ -41,7 +42,7 @@ def test_what_was_planned_and_cannot_fit_is_computed(tmp_path: Path, capsys: pyt
 
 def test_the_measured_points_of_the_committed_runs_fit_by_capacity() -> None:
     """What was measured is never called too large, and what the step runs left out for its size is."""
-    rows = stored_costs([RUNS]).query("status == 'ok' and gpu == 'nvidia-h200'")
+    rows = without_shared_prefix(stored_costs([RUNS]).query("status == 'ok' and gpu == 'nvidia-h200'"))
     for target, weight, kv, context, batch in rows[[*SETTING_OF_MEMORY]].drop_duplicates().itertuples(index=False):
         setting = {"gpu": "nvidia-h200", "target": target, "weight_dtype": weight, "kv_dtype": kv}
         assert _room(setting, 143_771, 1).cell(int(context), int(batch), 1)["fits"]
