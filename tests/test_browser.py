@@ -298,6 +298,7 @@ def test_the_page_to_send_takes_files_of_the_reader(browser, folder):
         page.wait_for_function("(name) => document.querySelector('#source').innerText.includes(name)", arg=name)
         dropped = page.inner_text("#table")
         assert dropped != own
+        assert cells["gpu"].iloc[0] in page.inner_text("#setting"), "whose cells they are"
         first = cells.query("num_speculative_tokens == 4 and workload == 'code_editing'").iloc[0]
         assert f"{first['speedup']:.2f} [" in dropped
     for name, message in {"zstd.parquet": "compressed with zstd", "poor.csv": "lacks the column"}.items():

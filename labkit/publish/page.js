@@ -299,6 +299,8 @@ async function start(spec, rows) {
       state.rows = await readFile(file);
       makeSelects(state);
       draw(state);
+      const said = ["gpu", "target", "weight_dtype", "drafter"].map((name) => values(state.rows, name).join(", "));
+      $("setting").textContent = said.filter((text) => text).join(" \u00b7 ");
       $("source").textContent = `from ${file.name}`;
     } catch (error) {
       $("message").textContent = `${file.name}: ${error.message}`;

@@ -35,7 +35,7 @@ _PAGE = """<!DOCTYPE html>
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'unsafe-inline' 'unsafe-eval';
  style-src 'unsafe-inline'; img-src data: blob:; connect-src 'none'">
 <title>{title}</title><style>{style}</style></head><body>
-<h1>{title}</h1><p class="muted">{subtitle} <span id="source"></span></p>
+<h1>{title}</h1><p class="muted"><span id="setting">{subtitle}</span> <span id="source"></span></p>
 <p>Speculative decoding pays where the marker (tokens that a verify step yields) is above the curve of the backend
 (what the step costs in plain decode steps). Drag across the upper chart to look closer at some contexts below.</p>
 <div id="controls"></div><div id="legend"></div><div id="chart"></div><p id="message" role="status"></p>
