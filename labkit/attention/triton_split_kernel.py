@@ -127,8 +127,9 @@ def merge_kernel(
     place = tl.program_id(0).to(tl.int64)
     dim = tl.arange(0, HEAD_DIM)
     split = tl.arange(0, SPLITS)
-    if PDL:
-        gdc_wait()  # launched while the splits still run
+    if PDL:  # launched while the splits still run; what comes next may read its weights meanwhile
+        gdc_launch_dependents()
+        gdc_wait()
     log_sums = tl.load(partial_lse + place * num_splits + split, mask=split < num_splits, other=float("-inf"))
     top = tl.max(log_sums, 0)
     base = tl.where(top == float("-inf"), 0.0, top)
