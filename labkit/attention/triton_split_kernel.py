@@ -35,6 +35,7 @@ def split_kernel(
     """
     if PDL:
         gdc_launch_dependents()
+        gdc_wait()
     request = tl.program_id(0).to(tl.int64)
     first_head = tl.program_id(1) // num_row_tiles * TILE_HEADS
     first_row = tl.program_id(1) % num_row_tiles * TILE_ROWS
