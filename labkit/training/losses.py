@@ -20,7 +20,7 @@ class SoftCrossEntropy(torch.autograd.Function):
     """Weighted mean of ``-sum(teacher * log softmax(states @ head_rows.T))``, and the share of right best tokens.
 
     The output head learns nothing, so the gradient of the states is made on the way and no logits are kept.
-    states : ``[rows, hidden_size]``. teacher : ``[rows, draft vocabulary]``. weight : float32 ``[rows]``.
+    states : ``[rows, hidden_size]``. teacher : ``[rows, draft vocabulary]``, probabilities. weight : float32 ``[rows]``.
     """
 
     @staticmethod
@@ -29,12 +29,15 @@ class SoftCrossEntropy(torch.autograd.Function):
         loss, right = torch.zeros((), device=states.device), torch.zeros((), device=states.device)
         gradient = torch.empty_like(states)
         for part in (slice(start, start + _PART_ROWS) for start in range(0, len(states), _PART_ROWS)):
-            taught, part_share = teacher[part].float(), share[part]
-            log_probs = F.linear(states[part], head_rows).float().log_softmax(dim=-1)
-            loss -= ((taught * log_probs).sum(dim=-1) * part_share).sum()
-            right += ((log_probs.argmax(dim=-1) == taught.argmax(dim=-1)) * part_share).sum()
-            slope = (log_probs.exp() * taught.sum(dim=-1, keepdim=True) - taught) * part_share[:, None]
-            gradient[part] = slope.to(head_rows.dtype) @ head_rows
+            taught, part_share = teacher[part], share[part]
+            logits = F.linear(states[part], head_rows)
+            # In the dtype of the logits, with sums in float32: what is written is what a step waits for.
+            probs = logits.softmax(dim=-1, dtype=logits.dtype)
+            best, place = logits.max(dim=-1, keepdim=True)
+            log_sum = (best.float() - probs.gather(-1, place).float().log())[:, 0]
+            loss += ((log_sum - (taught * logits).sum(dim=-1, dtype=torch.float32)) * part_share).sum()
+            right += ((place[:, 0] == taught.argmax(dim=-1)) * part_share).sum()
+            gradient[part] = (probs.sub_(taught) @ head_rows) * part_share[:, None]
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(right)
         return loss, right

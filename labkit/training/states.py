@@ -96,7 +96,7 @@ class StateStore:
         token_ids = self._tokens[at]
         places = self._final_starts[rows][:, None] + torch.arange(size.window, device=device)
         final = self._final[places.clamp(max=len(self._final) - 1)]
-        teacher = F.linear(final, self.head_rows).softmax(dim=-1, dtype=torch.float32).to(final.dtype)
+        teacher = F.linear(final, self.head_rows).softmax(dim=-1)  # summed in float32 within
         embedded = self._embed(token_ids).clone()
         return heads.Batch(token_ids, self._firsts[rows], self._lens[rows], embedded, self._states[at], teacher)
 
