@@ -39,7 +39,7 @@ from labkit.shapes import ModelShape, model_shape
 from labkit.sweep import Point, run_sweep
 
 BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "FLASHINFER")
-CONTEXTS = (2048, 16384, 65536, 131072)
+CELLS = {batch: (2048, 16384, 65536, 131072) for batch in (1, 8)}  # contexts, tokens, by batch size
 CYCLE = 64  # tokens that the model counts through
 NUM_WINDOWS, NUM_TIMED, NUM_SETTLE, NUM_PROFILED = 6, 16, 3, 6
 MAX_CONTEXT = 131072 + 2048
@@ -300,8 +300,20 @@ class Workers:
         raise errors.get(outcome["status"], RuntimeError)(f"{outcome['status']}: {outcome['reason']}")
 
 
-def _integers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(",") if part)
+def integers(text: str) -> list[int]:
+    """What ``0,3,7`` says."""
+    return [int(part) for part in text.split(",")]
+
+
+def cells_of(text: str) -> dict[int, list[int]]:
+    """Contexts by batch size, from ``batch:context,...``. Raises InputError."""
+    found: dict[int, list[int]] = {}
+    for part in text.split(","):
+        if not re.fullmatch(r"[1-9]\d*:[1-9]\d*", part):
+            raise InputError(f"--cells: wanted BATCH:CONTEXT,..., got {part!r}")
+        batch, context = map(int, part.split(":"))
+        found.setdefault(batch, []).append(context)
+    return found
 
 
 def main() -> None:
@@ -309,16 +321,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-3-8b", help="a shape of data/reference/model_shapes.csv")
     parser.add_argument("--backends", default=",".join(BACKENDS))
-    parser.add_argument("--k", default="0,3,7")
-    parser.add_argument("--contexts", default="", help="tokens, for every batch (default: 2048 to 131072)")
-    parser.add_argument("--batches", default="1,8")
+    parser.add_argument("--k", default="0,3,7", type=integers)
+    parser.add_argument("--cells", metavar="B:C,...", help="batch:context (default: 1 and 8, each at 2048 to 131072)")
     parser.add_argument("--budget", default="20m")
     parser.add_argument("--out", type=Path, default=RUNS)
     parser.add_argument("--dry-run", action="store_true", help="print the cells")
     given = parser.parse_args()
-    batches, contexts = _integers(given.batches), _integers(given.contexts)
-    by_batch = dict.fromkeys(batches, contexts or CONTEXTS)
-    cells = points(given.backends.split(","), _integers(given.k), by_batch, model_shape(given.model).name)
+    by_batch = cells_of(given.cells) if given.cells else CELLS
+    cells = points(given.backends.split(","), given.k, by_batch, model_shape(given.model).name)
     if given.dry_run:
         for cell in cells:
             print(cell["setting"], f"k={cell['num_speculative_tokens']}", cell["batch_size"], int(cell["context_len"]))
@@ -326,7 +336,7 @@ def main() -> None:
         return
     for name, value in (("ENABLE_V1_MULTIPROCESSING", "0"), ("NO_USAGE_STATS", "1"), ("LOGGING_LEVEL", "INFO")):
         os.environ.setdefault(f"VLLM_{name}", value)
-    workers = Workers(max(batches))
+    workers = Workers(max(by_batch))
     options: dict[str, Any] = {"experiment": "replay", "out_dir": given.out, "device": "cuda"}
     options |= {"executor": "in-process", "budget_s": parse_duration(given.budget, "--budget")}
     try:

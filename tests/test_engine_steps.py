@@ -113,7 +113,7 @@ def test_cells_become_rows(tmp_path: Path):
     (tmp_path / "vllm" / "__init__.py").write_text(FAKE_VLLM)
     (tmp_path / "vllm" / "sampling_params.py").write_text("class RequestOutputKind:\n    DELTA = 1\n")
     out = tmp_path / "runs"
-    options = ["--backends=FLASH_ATTN,FLASHINFER", "--k=0,3", "--contexts=2048,16384", "--batches=1,8", "--budget=5m"]
+    options = ["--backends=FLASH_ATTN,FLASHINFER", "--k=0,3", "--cells=1:2048,1:16384,8:2048,8:16384", "--budget=5m"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     done = subprocess.run(
         [sys.executable, str(SCRIPT), *options, "--out", str(out)], env=environment, capture_output=True, text=True
