@@ -39,7 +39,7 @@ from labkit.shapes import ModelShape, model_shape
 from labkit.sweep import Point, run_sweep
 
 BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "FLASHINFER")
-CELLS = {batch: (2048, 16384, 65536, 131072) for batch in (1, 8)}  # contexts, tokens, by batch size
+CELLS: Mapping[int, Sequence[int]] = dict.fromkeys((1, 8), (2048, 16384, 65536, 131072))  # contexts by batch size
 CYCLE = 64  # tokens that the model counts through
 NUM_WINDOWS, NUM_TIMED, NUM_SETTLE, NUM_PROFILED = 6, 16, 3, 6
 MAX_CONTEXT = 131072 + 2048

@@ -45,8 +45,8 @@ def few_rows_kernel(
     """Grid (N / BLOCK_N, num_splits): `x` ``[num_rows, K]`` times `weight` ``[N, K]`` transposed, into `partial`.
 
     The weights are the left operand, so that the few rows are the short side of the matrix instruction. `EVEN`: blocks
-    divide N and the part of K of a split. `EARLY`: the first weights are loaded before the wait, and `LINES_AHEAD` lines
-    of 128 bytes behind them in each row go to the L2 cache. `scale` ``[N]`` belongs to float8 weights.
+    divide N and the part of K of a split. `EARLY`: the first weights are loaded before the wait, and of those behind
+    them `LINES_AHEAD` lines of 128 bytes of each row go to the L2 cache. `scale` ``[N]`` belongs to float8 weights.
     """
     col = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     first_k = tl.program_id(1) * k_per_split

@@ -29,7 +29,7 @@ from labkit.training.step import GradientSteps
 
 SETTINGS = ("num_prompts", "max_new_tokens", "max_prompt_len", "num_steps", "tokens_per_batch", "draft_vocab_size")
 PRESETS: dict[str, dict[str, Any]] = {
-    "full": dict(zip(SETTINGS, (60_000, 320, 700, 40_000, 32_768, 8192), strict=True)),
+    "full": dict(zip(SETTINGS, (60_000, 320, 700, 40_000, 32_768, 16_384), strict=True)),
     "smoke": dict(zip(SETTINGS, (12, 24, 160, 3, 1024, 2048), strict=True)),
 }
 PRESETS["full"] |= {"limit": None, "eval_tokens": 256}
