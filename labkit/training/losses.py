@@ -20,7 +20,7 @@ class SoftCrossEntropy(torch.autograd.Function):
     """Weighted mean of ``-sum(teacher * log softmax(states @ head_rows.T))``, and the share of right best tokens.
 
     The output head learns nothing, so the gradient of the states is made on the way and no logits are kept.
-    states : ``[rows, hidden_size]``. teacher : probabilities, ``[rows, draft vocabulary]``. weight : float32 ``[rows]``.
+    states : ``[rows, hidden_size]``. teacher : probabilities ``[rows, draft vocabulary]``. weight : float32 ``[rows]``.
     """
 
     @staticmethod
