@@ -23,9 +23,11 @@ def forward_ms(backend: str, batch: int, q_len: int, context: int) -> float:
     return 4.6 + 0.02 * q_len * batch + SLOPES[backend] * context / 1000 * (1 if alone else batch)
 
 
-def write_engine_run(folder: Path, *, noise: float = 0.02, ks=(0, 3), drafts: float = 1.0, seed: int = 0) -> Path:
+def write_engine_run(
+    folder: Path, *, noise: float = 0.02, ks=(0, 3), drafts: float = 1.0, seed: int = 0, day: int = 1
+) -> Path:
     """A run of engine steps; ``drafts``: share of the k drafts that were made."""
-    rng, run_id, gpu = np.random.default_rng(seed), "20260101T000000Z-eeeeee", "nvidia-h200"
+    rng, run_id, gpu = np.random.default_rng(seed), f"2026010{day}T000000Z-eeeeee", "nvidia-h200"
     rows = []
     for setting, (decode, verify) in SETTINGS.items():
         for k in ks:

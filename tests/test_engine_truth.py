@@ -118,6 +118,15 @@ def test_a_missing_forward_is_composed_of_the_rest_and_the_kernel(tmp_path):
     assert truth.cells["error"].abs().max() < 0.01
 
 
+def test_the_newest_run_of_a_cell_counts(tmp_path):
+    write_step_run(tmp_path)
+    write_engine_run(tmp_path, ks=(0, 3))
+    write_engine_run(tmp_path, ks=(0, 7, 3), day=2)
+    write_engine_run(tmp_path, ks=(0, 7), day=3)
+    days = load_truth(tmp_path).cells.groupby("num_speculative_tokens")["run_id"].unique()
+    assert {k: [run_id[:8] for run_id in ids] for k, ids in days.items()} == {3: ["20260102"], 7: ["20260103"]}
+
+
 def test_verdicts_and_the_reversal(truth):
     table = verdicts(truth.cells)
     decided = table[table["decided"]]

@@ -169,7 +169,7 @@ def predict(cells: pd.DataFrame, forwards: pd.DataFrame, kernels: pd.DataFrame) 
     forwards, kernels : of `forward_times` and `kernel_times`. A forward that was not measured with the paired backend
     is composed (column ``composed``): all but attention of the other backends' forwards, and the backend's attention of
     every layer. Between measured query lengths (the drafts of a step are as the engine counted them) and batch sizes a
-    straight line is drawn; nothing is extended past them.
+    straight line is drawn; nothing is extended past them. Of several runs of a cell the newest is returned.
     """
     parts = pd.DataFrame(
         [_paired_forwards(cell, forwards, kernels) for cell in cells.to_dict("records")], index=cells.index
@@ -184,7 +184,10 @@ def predict(cells: pd.DataFrame, forwards: pd.DataFrame, kernels: pd.DataFrame) 
         table.loc[part.index, ["plain_host_ms", "speculation_host_ms"]] = [plain_host, host]
         table.loc[part.index, "predicted"] = (part["verify_ms"] + host) / (part["decode_ms"] + plain_host)
         table.loc[first.index, "fitted"] = True
-    return table.assign(error=table["predicted"] / table["relative_step_cost"] - 1)
+    table = table.assign(error=table["predicted"] / table["relative_step_cost"] - 1)
+    same = [name for name in CELL if name != "run_id"] + ["num_speculative_tokens"]
+    newest = table["run_id"].eq(table.groupby(same, dropna=False)["run_id"].transform("max"))
+    return table[newest]
 
 
 def _paired_forwards(cell: dict[Any, Any], forwards: pd.DataFrame, kernels: pd.DataFrame) -> dict[str, Any]:
