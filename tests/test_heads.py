@@ -61,9 +61,8 @@ def make_batch(decoder, texts, firsts):
     decoder.forward(token_ids, decoder.new_cache(len(texts), width), backend="reference", taps=Taps(TAPS, out))
     lens, first = torch.tensor([len(text) for text in texts]), torch.tensor(firsts)
     window = int((lens - first).max()) - 2
-    return heads.Batch(
-        token_ids, first, lens, decoder.embed(token_ids).clone(), out, torch.zeros(len(texts), window, 1)
-    )
+    taught = torch.zeros(len(texts), window, 1), torch.zeros(len(texts), window, dtype=torch.int64)
+    return heads.Batch(token_ids, first, lens, decoder.embed(token_ids).clone(), out, *taught)
 
 
 def test_training_makes_the_drafts_that_the_drafter_makes_autoregressive(tiny, tmp_path):

@@ -38,7 +38,7 @@ def test_the_gradient_is_that_of_autograd():
     teacher = torch.randn(20, 11, generator=generator).softmax(dim=-1)
     weight = (torch.rand(20, generator=generator) > 0.3).float()
     mine, reference = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
-    loss, right = SoftCrossEntropy.apply(mine, rows, teacher, weight)
+    loss, right = SoftCrossEntropy.apply(mine, rows, teacher @ rows, teacher.argmax(dim=-1), weight)
     (3 * loss).backward()
     logits = reference @ rows.T
     expected = (F.cross_entropy(logits, teacher, reduction="none") * weight).sum() / weight.sum()
@@ -51,10 +51,10 @@ def test_the_gradient_is_that_of_autograd():
 
 def test_parts_of_the_rows_add_up(monkeypatch):
     hidden, rows = torch.randn(20, 8), torch.randn(11, 8)
-    teacher, weight = torch.randn(20, 11).softmax(dim=-1), torch.rand(20)
-    whole = SoftCrossEntropy.apply(hidden, rows, teacher, weight)
+    taught = hidden, rows, torch.randn(20, 8), torch.arange(20) % 11, torch.rand(20)
+    whole = SoftCrossEntropy.apply(*taught)
     monkeypatch.setattr("labkit.training.losses._PART_ROWS", 7)
-    torch.testing.assert_close(SoftCrossEntropy.apply(hidden, rows, teacher, weight), whole)
+    torch.testing.assert_close(SoftCrossEntropy.apply(*taught), whole)
 
 
 def test_a_stored_batch_holds_what_the_target_says(tiny, answers):
@@ -74,8 +74,10 @@ def test_a_stored_batch_holds_what_the_target_says(tiny, answers):
         torch.testing.assert_close(batch.states[row, : len(text)], scaled, atol=1e-3, rtol=1e-3)
         first = len(answers[index].prompt_ids) - 1
         said = out[0, first + 1 : -1, -tiny.shape.hidden_size :]  # entry w speaks of the token at first + w + 2
-        expected = (said @ tiny.head_weight[vocabulary].T).softmax(dim=-1)
-        torch.testing.assert_close(batch.teacher[row, : len(expected)], expected, atol=1e-4, rtol=1e-3)
+        probs = (said @ tiny.head_weight[vocabulary].T).softmax(dim=-1)
+        expected = probs @ tiny.head_weight[vocabulary]
+        torch.testing.assert_close(batch.mean_row[row, : len(probs)], expected, atol=1e-4, rtol=1e-3)
+        assert torch.equal(batch.best[row, : len(probs)], probs.argmax(dim=-1))
 
 
 def test_an_epoch_holds_every_answer_once(answers, tiny):

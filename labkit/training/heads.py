@@ -26,8 +26,9 @@ class Batch:
     lens : int64 ``[batch_size]``, tokens of prompt and answer.
     embedded : ``[batch_size, num_tokens, hidden_size]``, the target's embeddings.
     states : ``[batch_size, num_tokens, taps * hidden_size]``, each dimension divided by its usual size.
-    teacher : ``[batch_size, window, draft vocabulary]``, the target's probabilities; entry w is what it says about
-        the token at ``first + w + 2``.
+    mean_row : ``[batch_size, window, hidden_size]``, the rows of the output head weighted with the target's
+        probabilities; entry w is what it says about the token at ``first + w + 2``.
+    best : int64 ``[batch_size, window]``, the place in the draft vocabulary of the target's most probable token.
     """
 
     token_ids: Tensor
@@ -35,12 +36,13 @@ class Batch:
     lens: Tensor
     embedded: Tensor
     states: Tensor
-    teacher: Tensor
+    mean_row: Tensor
+    best: Tensor
 
     @property
     def window(self) -> Tensor:
         """Positions of the answer that a draft token is entered from, ``[batch_size, window]``."""
-        return self.first[:, None] + torch.arange(self.teacher.shape[1], device=self.first.device)
+        return self.first[:, None] + torch.arange(self.best.shape[1], device=self.first.device)
 
 
 def _random(generator: torch.Generator, *size: int, gain: float = 1.0) -> Tensor:
@@ -92,8 +94,8 @@ class _Net:
         self.p, self.shape = parameters, shape
 
     def norm(self, name: str, x: Tensor) -> Tensor:
-        weight = self.p[f"{name}.weight"]
-        return (F.rms_norm(x.float(), (x.shape[-1],), weight, self.shape.rms_norm_eps)).to(x.dtype)
+        # One kernel where all has one dtype; it sums in float32.
+        return F.rms_norm(x, (x.shape[-1],), self.p[f"{name}.weight"].to(x.dtype), self.shape.rms_norm_eps)
 
     def linear(self, name: str, x: Tensor) -> Tensor:
         return F.linear(x, self.p[f"{name}.weight"])
@@ -173,18 +175,18 @@ class AutoregressiveNet(_Net):
     @staticmethod
     def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
         """Attention over the true keys that are visible and, for each later step of the draft, one key on its path."""
-        scores = torch.einsum("bwhgd,bthd->bhgwt", q, k).float()
-        scores = scores.masked_fill(~visible[:, None, None], -math.inf)
+        # Scores stay in the dtype of the queries, which the matrix product gives them, and in its layout.
+        scores = torch.einsum("bwhgd,bthd->bhwgt", q, k)
+        scores = scores.masked_fill(~visible[:, None, :, None], -math.inf)
         shifts = range(len(keys) - 1, -1, -1)
         own = [
-            (q * _behind(key, n)[..., None, :]).sum(-1).permute(0, 2, 3, 1).float()
-            for key, n in zip(keys, shifts, strict=True)
+            (q * _behind(key, n)[..., None, :]).sum(-1).permute(0, 2, 1, 3) for key, n in zip(keys, shifts, strict=True)
         ]
-        probs = torch.cat([scores, *(score[..., None] for score in own)], dim=-1).softmax(dim=-1).to(v.dtype)
-        out = torch.einsum("bhgwt,bthd->bwhgd", probs[..., : k.shape[1]], v)
-        for index, (value, n) in enumerate(zip(values, shifts, strict=True)):
-            weight = probs[..., k.shape[1] + index].permute(0, 3, 1, 2)[..., None]
-            out = out + weight * _behind(value, n)[..., None, :]
+        probs = torch.cat([scores, *(score[..., None] for score in own)], dim=-1).softmax(dim=-1, dtype=v.dtype)
+        true, *rest = probs.split([k.shape[1], *(1 for _ in own)], dim=-1)
+        out = torch.einsum("bhwgt,bthd->bwhgd", true, v)
+        for weight, value, n in zip(rest, values, shifts, strict=True):
+            out = out + weight.transpose(1, 2) * _behind(value, n)[..., None, :]
         return out.flatten(2)
 
 
@@ -210,12 +212,13 @@ class BlockNet(_Net):
             k_context = self.heads(f"{prefix}self_attn.k_proj", context, positions)
             v_context = self.heads(f"{prefix}self_attn.v_proj", context, None)
             q, k, v = self.qkv(prefix, self.norm(f"{prefix}input_layernorm", hidden), places)
-            scores = torch.einsum("bnrhgd,bthd->bhgnrt", q, k_context).float()
-            scores = scores.masked_fill(~visible[:, None, None], -math.inf)
-            own = torch.einsum("bnrhgd,bnshd->bhgnrs", q, k).float()
-            probs = torch.cat([scores, own], dim=-1).softmax(dim=-1).to(v.dtype)
-            out = torch.einsum("bhgnrt,bthd->bnrhgd", probs[..., :num_tokens], v_context)
-            out = out + torch.einsum("bhgnrs,bnshd->bnrhgd", probs[..., num_tokens:], v)
+            scores = torch.einsum("bnrhgd,bthd->bhnrgt", q, k_context)
+            scores = scores.masked_fill(~visible[:, None, :, :, None], -math.inf)
+            own = torch.einsum("bnrhgd,bnshd->bhnrgs", q, k)
+            probs = torch.cat([scores, own], dim=-1).softmax(dim=-1, dtype=v.dtype)
+            behind, within = probs.split([num_tokens, block_size], dim=-1)
+            out = torch.einsum("bhnrgt,bthd->bnrhgd", behind, v_context)
+            out = out + torch.einsum("bhnrgs,bnshd->bnrhgd", within, v)
             hidden = self.mlp(prefix, hidden + self.linear(f"{prefix}self_attn.o_proj", out.flatten(3)))
         return self.norm("norm", hidden[:, :, 1:])
 

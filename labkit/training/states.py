@@ -60,7 +60,7 @@ class StateStore:
     """Tokens and states of some answers in flat tensors, one sequence behind another.
 
     sizes : what states are divided by, as `state_sizes` returns it.
-    head_rows : ``[draft vocabulary, hidden_size]``, rows of the target's output head that make the teacher.
+    head_rows : ``[draft vocabulary, hidden_size]``, the rows of the target's output head.
     """
 
     def __init__(
@@ -96,9 +96,10 @@ class StateStore:
         token_ids = self._tokens[at]
         places = self._final_starts[rows][:, None] + torch.arange(size.window, device=device)
         final = self._final[places.clamp(max=len(self._final) - 1)]
-        teacher = F.linear(final, self.head_rows).softmax(dim=-1)  # summed in float32 within
+        probs = F.linear(final, self.head_rows).softmax(dim=-1)  # summed in float32 within
         embedded = self._embed(token_ids).clone()
-        return heads.Batch(token_ids, self._firsts[rows], self._lens[rows], embedded, self._states[at], teacher)
+        taught = probs @ self.head_rows, probs.argmax(dim=-1)
+        return heads.Batch(token_ids, self._firsts[rows], self._lens[rows], embedded, self._states[at], *taught)
 
     def plan(self, tokens_per_batch: int, rng: random.Random) -> Iterator[tuple[list[int], BatchSize]]:
         """One epoch: batches of answers of like length, padded to few sizes, in seeded order."""
