@@ -1,4 +1,4 @@
-"""The captured forward's kernels under the interpreter, against the decoder's own forward and a plain hybrid layer."""
+"""The captured forward's kernels under the interpreter, against the decoder's own forward."""
 
 from dataclasses import replace
 
@@ -7,11 +7,9 @@ import pytest
 pytest.importorskip("triton")
 
 import torch
-import torch.nn.functional as F
 
 from labkit.errors import Unsupported
 from labkit.models.few_rows import FewRows
-from labkit.models.gated_delta import DeltaLayer, DeltaState
 from labkit.models.linear import Float8Linear, PlainLinear
 from labkit.models.static_forward import StaticForward
 from labkit.models.weights import load_model
@@ -85,78 +83,6 @@ def test_products_of_few_rows(generator, kind, n_size, k_size, num_rows):
         return
     parts = FewRows(linear, num_rows, torch.full((1 << 20,), torch.nan), pdl=False)(x)
     torch.testing.assert_close(parts.sum(0), linear(x), rtol=1e-4, atol=1e-4)
-
-
-def reference_delta(layer, x, columns, state, shape):
-    """One request through a gated-delta layer, token by token, as the papers write it. Returns the mixed values."""
-    heads, dim, channels = shape.num_delta_value_heads, shape.delta_head_dim, shape.delta_channels
-    raw = layer.projections(x)
-    qkv, rest = raw[:, :channels], raw[:, channels:]
-    z, beta, step = rest[:, : heads * dim], rest[:, heads * dim :][:, :heads], rest[:, heads * dim + heads :][:, :heads]
-    window = torch.cat([columns, qkv])
-    mixed = F.silu(torch.stack([(window[t : t + 4] * layer.conv_weight).sum(0) for t in range(len(x))]))
-    q, k, v = mixed.split([shape.num_delta_key_heads * dim] * 2 + [heads * dim], dim=1)
-    group = heads // shape.num_delta_key_heads
-    q = F.normalize(q.view(len(x), -1, dim), dim=-1).repeat_interleave(group, 1) * dim**-0.5
-    k = F.normalize(k.view(len(x), -1, dim), dim=-1).repeat_interleave(group, 1)
-    v = v.view(len(x), heads, dim)
-    decay = torch.exp(-layer.log_rate.exp() * F.softplus(step + layer.time_bias))
-    out = []
-    for t in range(len(x)):
-        state = state * decay[t][:, None, None]
-        surprise = beta[t].sigmoid()[:, None] * (v[t] - torch.einsum("hkv,hk->hv", state, k[t]))
-        state = state + k[t][:, :, None] * surprise[:, None, :]
-        out.append(torch.einsum("hkv,hk->hv", state, q[t]))
-    value = torch.stack(out)
-    value = value * torch.rsqrt(value.square().mean(-1, keepdim=True) + shape.rms_norm_eps) * layer.value_norm
-    return value.flatten(1) * F.silu(z), window, state
-
-
-@interpreted
-def test_gated_delta_layer_against_a_plain_one(generator):
-    decoder = tiny("tiny-hybrid")
-    shape = decoder.shape
-    states = DeltaState(shape, 2, 4, torch.float32, "cpu")
-    states.states.normal_(generator=generator)
-    states.columns.normal_(generator=generator)
-    states.keep([1, 3])
-    before = states.columns[0].clone(), states.states[0].clone()
-    layer = decoder.layers[0]
-    assert isinstance(layer, DeltaLayer)
-    forward = StaticForward(decoder, filled(decoder, generator), q_len=3, backend="triton_split", delta_state=states)
-    x = torch.randn(6, shape.hidden_size, generator=generator)
-    forward._normed.copy_(x)
-    mixed = forward._mix_delta(0, layer)
-    for request, kept in enumerate([1, 3]):
-        columns, state = before[0][request, kept : kept + 3], before[1][request, kept - 1]
-        rows = slice(3 * request, 3 * request + 3)
-        wanted, window, last = reference_delta(layer, x[rows], columns, state, shape)
-        torch.testing.assert_close(mixed[rows], wanted, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(states.columns[0][request, :6], window, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(states.states[0][request, 2], last, rtol=1e-4, atol=1e-5)
-
-
-@interpreted
-def test_a_hybrid_goes_on_after_a_rejection(generator):
-    """Five tokens at once, of which two are kept, then three others: as if the rejected ones had never been there."""
-    decoder = tiny("tiny-hybrid")
-    shape, ids = decoder.shape, torch.randint(256, (2, 8), generator=generator)
-
-    def run(cache, states, tokens):
-        forward = StaticForward(decoder, cache, q_len=tokens.shape[1], backend="triton_split", delta_state=states)
-        forward.token_ids.copy_(tokens)
-        forward.run()
-        return forward.logits.clone()
-
-    cache = filled(decoder, generator)
-    plain, states = cache.clone(), [DeltaState(shape, 2, 5, torch.float32, "cpu") for _ in range(2)]
-    run(cache, states[0], ids[:, :5])
-    run(plain, states[1], ids[:, :2])
-    for side, state in zip((cache, plain), states, strict=True):
-        side.advance(2)
-        state.keep([2, 2])
-    after = [run(side, state, ids[:, 5:]) for side, state in zip((cache, plain), states, strict=True)]
-    torch.testing.assert_close(after[0], after[1], rtol=1e-4, atol=1e-4)
 
 
 def test_hybrids_have_no_eager_forward(generator):
