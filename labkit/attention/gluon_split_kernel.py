@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
 LN2 = gl.constexpr(0.6931471805599453)
 COPY_WARPS = gl.constexpr(4)
@@ -211,7 +211,6 @@ def overlapped_split_kernel(
     """
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     SLOT_STRIDE: gl.constexpr = NUM_QO_HEADS // GROUP_SIZE * HEAD_DIM
     # Of a thread. Two warp groups and the copying one share 504, in eights; fewer than these would spill.
     COPY_REGISTERS: gl.constexpr = 56 if HEAD_DIM == 256 else 72

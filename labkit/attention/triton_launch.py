@@ -102,7 +102,6 @@ class TritonCall:
         self.ancestors = self.kv_lens if spec.tree is None else spec.tree
         self.is_tree = spec.tree is not None
         self.pdl = is_split and q.is_cuda and torch.cuda.get_device_capability(q.device) >= (9, 0)
-        self._early: dict[str, Any] = {"launch_pdl": True} if self.pdl else {}
 
     def replan(self) -> None:
         """Take over the cache's lengths."""
@@ -145,7 +144,7 @@ class TritonCall:
             TILE_HEADS=tiling.tile_heads, TILE_ROWS=tiling.tile_rows, HEAD_DIM=self.head_dim, PAGE_SIZE=cache.page_size,
             BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, TREE=self.is_tree, WINDOW=self.window > 0,
             PRECISION=PRECISION[str(q.dtype).removeprefix("torch.")], PDL=self.pdl, num_warps=tiling.num_warps,
-            num_stages=tiling.num_stages, **self._early,
+            num_stages=tiling.num_stages,
         )  # fmt: skip
 
     def _launch_overlapped(self, q: Tensor, layer: int, partial: Tensor, partial_lse: Tensor) -> None:
@@ -158,7 +157,6 @@ class TritonCall:
             cache.page_table.stride(0), NUM_QO_HEADS=self.num_qo_heads,
             GROUP_SIZE=self.num_qo_heads // cache.num_kv_heads, HEAD_DIM=self.head_dim, PAGE_SIZE=cache.page_size,
             BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, STAGES=tiling.num_stages, PDL=self.pdl, num_warps=4,
-            **self._early,
         )  # fmt: skip
 
     def _merge(self, out: Tensor, lse: Tensor | None) -> None:
@@ -168,5 +166,5 @@ class TritonCall:
         merge_kernel[(self.num_rows,)](
             self.partial, self.partial_lse, out, self.partial_lse if lse is None else lse, self.tiling.num_splits,
             HEAD_DIM=self.head_dim, SPLITS=splits, BLOCK_S=min(MERGE_BLOCK_S, splits), HAS_LSE=lse is not None,
-            PDL=self.pdl, num_warps=MERGE_NUM_WARPS, **self._early,
+            PDL=self.pdl, num_warps=MERGE_NUM_WARPS, **({"launch_pdl": True} if self.pdl else {}),
         )  # fmt: skip

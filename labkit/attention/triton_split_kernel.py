@@ -35,7 +35,6 @@ def split_kernel(
     """
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     request = tl.program_id(0).to(tl.int64)
     first_head = tl.program_id(1) // num_row_tiles * TILE_HEADS
     first_row = tl.program_id(1) % num_row_tiles * TILE_ROWS
@@ -128,9 +127,8 @@ def merge_kernel(
     place = tl.program_id(0).to(tl.int64)
     dim = tl.arange(0, HEAD_DIM)
     split = tl.arange(0, SPLITS)
-    if PDL:  # launched while the splits still run; what comes next may read its weights meanwhile
-        gdc_launch_dependents()
-        gdc_wait()
+    if PDL:
+        gdc_wait()  # launched while the splits still run
     log_sums = tl.load(partial_lse + place * num_splits + split, mask=split < num_splits, other=float("-inf"))
     top = tl.max(log_sums, 0)
     base = tl.where(top == float("-inf"), 0.0, top)

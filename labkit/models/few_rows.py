@@ -14,7 +14,6 @@ from labkit.models.linear import PlainLinear
 
 MAX_ROWS = 32
 BLOCK_N, BLOCK_BYTES = 64, 256  # of each weight row in a tile: rows for a warp group's instruction, 16 KB in flight
-LINES_AHEAD = 8  # of 128 bytes, behind the first tile: read while the kernel before still runs
 MIN_PROGRAMS = 160  # fewer leave SMs of a Hopper without work: then K is split
 
 
@@ -58,7 +57,6 @@ class FewRows:
             "HAS_SCALE": linear.scale is not None,
             "EVEN": even,
             "EARLY": pdl and even and num_rows <= 16,  # beyond, it would cost the second program per SM
-            "LINES_AHEAD": LINES_AHEAD if k_size // self.num_splits >= block_k + 64 * LINES_AHEAD else 0,
             "PDL": pdl,
             "PRECISION": PRECISION.get(str(weight.dtype).removeprefix("torch."), "tf32"),
             "num_warps": 4,

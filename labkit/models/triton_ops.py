@@ -21,13 +21,6 @@ def take_turn(PDL: tl.constexpr):
 
 
 @triton.jit
-def prefetch_l2(pointers):
-    """Ask for the lines at `pointers` without waiting for them."""
-    asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
-    tl.inline_asm_elementwise(asm, "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
 def sum_splits(partial, offset, mask, split_stride, NUM_SPLITS: tl.constexpr):
     """Float32 sums of the parts of a matrix product at `offset`."""
     total = tl.load(partial + offset, mask=mask, other=0.0)
@@ -39,14 +32,14 @@ def sum_splits(partial, offset, mask, split_stride, NUM_SPLITS: tl.constexpr):
 @triton.jit(do_not_specialize=["num_rows"])
 def few_rows_kernel(
     x, weight, scale, partial, num_rows, n_size, k_size, k_per_split, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, HAS_SCALE: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr,
-    LINES_AHEAD: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_K: tl.constexpr, HAS_SCALE: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (N / BLOCK_N, num_splits): `x` ``[num_rows, K]`` times `weight` ``[N, K]`` transposed, into `partial`.
 
     The weights are the left operand, so that the few rows are the short side of the matrix instruction. `EVEN`: blocks
-    divide N and the part of K of a split. `EARLY`: the first weights are loaded before the wait, and of those behind
-    them `LINES_AHEAD` lines of 128 bytes of each row go to the L2 cache. `scale` ``[N]`` belongs to float8 weights.
+    divide N and the part of K of a split. `EARLY`: the first weights are loaded before the wait. `scale` ``[N]``
+    belongs to float8 weights.
     """
     col = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     first_k = tl.program_id(1) * k_per_split
@@ -59,9 +52,6 @@ def few_rows_kernel(
     acc = tl.zeros([BLOCK_N, ROWS], tl.float32)
     if EARLY:
         w_tile = tl.load(w_base + (first_k + step)[None, :])
-        if LINES_AHEAD > 0:
-            line = tl.arange(0, LINES_AHEAD) * (128 // (weight.dtype.element_ty.primitive_bitwidth // 8))
-            prefetch_l2(w_base + (first_k + BLOCK_K + line)[None, :])
     if PDL:
         gdc_wait()
     if EARLY:
