@@ -118,6 +118,8 @@ def _counts(rows: _Rows) -> _Broken:
     elif "arm" in rows.names:
         batch = rows.numbers("batch_size")
         yield "num_drafted_tokens", drafted > most * batch, "is above num_speculative_tokens x batch_size"
+        nodes = rows.numbers("num_draft_nodes")
+        yield "num_draft_nodes", np.abs(rows.numbers("q_len") - nodes - 1) > 0, "is not q_len - 1"
     if "num_output_tokens" in rows.names:  # emitted by the steps, at most one by the prefill, the rest by cut steps
         extra = rows.numbers("num_output_tokens") - steps - accepted
         off = (extra < 0) | (extra > 1 + rows.numbers("num_truncated_steps") * (most + 1))

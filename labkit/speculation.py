@@ -28,6 +28,12 @@ class Step:
     num_accepted_tokens: int  # kept before the first rejection, bonus not counted
     truncated: bool  # a stop token cut tokens off, or the room left allowed fewer than k drafts
     times: dict[str, float | None]
+    draft_depth: int | None = None  # of a tree, whose nodes are the drafted tokens; None: a chain
+
+    @property
+    def draft_length(self) -> int:
+        """Drafts that could be kept: of a tree its depth, since one path is."""
+        return self.num_drafted_tokens if self.draft_depth is None else self.draft_depth
 
 
 class Streams:
@@ -196,7 +202,8 @@ def speculate(
             kept_tokens = [drafted[row][node] for node in nodes[row]]
             cut = _extend(request, [*kept_tokens, added[row]], stops, max_new_tokens)
             cut |= limits[row] < num_speculative_tokens
-            records.append(Step(step_index, len(active), context_len, draft.lengths[row], kept, cut, {}))
+            depth = None if draft.parents is None else draft.depth
+            records.append(Step(step_index, len(active), context_len, draft.lengths[row], kept, cut, {}, depth))
         clock.lap("accept")
         times = clock.end_step()
         for request, record in zip(active, records, strict=True):

@@ -16,6 +16,7 @@ from labkit.drafting.autoregressive import AutoregressiveDrafter
 from labkit.drafting.block import BlockDrafter
 from labkit.drafting.captured import CapturedAutoregressive, CapturedBlock
 from labkit.drafting.ngram import NgramDrafter
+from labkit.drafting.tree import TreeShape
 from labkit.errors import Unsupported
 from labkit.experiments import loop
 from labkit.experiments.places import by_name
@@ -27,7 +28,7 @@ from labkit.models.tokenizer import load_tokenizer
 from labkit.models.weights import load_model
 from labkit.paths import DATA
 from labkit.shapes import model_shape
-from labkit.speculation import speculate
+from labkit.speculation import Draft, Request, speculate
 from labkit.workloads import load_prompts
 from tests.interpreter import assert_passes_interpreted, interpreted
 from tests.test_heads import TAPS, make_head
@@ -113,6 +114,63 @@ def test_drafts_are_those_of_the_eager_drafter(tmp_path, layout):
         assert drafts_of(target, drafter, prompt, 3, 14) == wanted
 
 
+@interpreted
+@pytest.mark.parametrize("layout", PAIRS)
+def test_trees_are_kept_as_in_eager_passes(tmp_path, layout):
+    decoder, shape = tiny(vocab_size=5, seed=6), TreeShape(3, 10)
+    make_head(decoder, layout, tmp_path, draft_vocab_size=5)
+    (prompt,) = tiny_prompts(decoder, (6,))
+    room = {"batch_size": 1, "max_context_len": 64, "verify_backend": "sdpa_masked", "taps": TAPS}
+    eager, graph = ModelTarget(decoder, **room), GraphTarget(decoder, max_q_len=11, **room)
+    kind = PAIRS[layout][0]
+    wanted = drafts_of(eager, kind.from_folder(tmp_path, eager, tree=shape), prompt, 3, 14)
+    assert any(accepted for _, ((accepted,), *_) in wanted[1])
+    graph.verify_backend = "triton_split"
+    drafter = kind.from_folder(tmp_path, graph, tree=shape)
+    for _ in range(2):
+        assert drafts_of(graph, drafter, prompt, 3, 14) == wanted
+
+
+def check_tree_passes(decoder, generator, tolerance):
+    """Two trees of one size through one captured pass, the second behind what was kept of the first, and eager ones.
+
+    Logits, and the states of what is kept; keys and values of a kept path show in the next logits.
+    """
+    room = {"batch_size": 2, "max_context_len": 96, "taps": TAPS, "verify_backend": "sdpa_masked"}
+    eager, graph = ModelTarget(decoder, **room), GraphTarget(decoder, max_q_len=10, **room)
+    requests = [Request(row, list(prompt), len(prompt)) for row, prompt in enumerate(tiny_prompts(decoder, (6, 20)))]
+    for target in (eager, graph):
+        target.start(requests)
+    graph.verify_backend = "triton_split"
+    graph.capture("triton_split", [10], is_tree=True)
+    for request in requests:
+        request.token_ids.append(1)
+    trees = torch.tensor([[-1, -1, 1, 0, 0, 2, 3, 3, 7], [-1, -1, 1, 0, 2, 4, 3, 3, 7]], device=decoder.device)
+    for parents, path in ((trees, [0, 3, 7]), (trees.flip(0), [1, 2])):
+        tokens = torch.randint(decoder.shape.vocab_size, (2, 9), generator=generator)
+        draft = Draft(tokens.to(decoder.device), [9, 9], parents=parents, depth=4)
+        wanted, got = (target.verify(requests, draft) for target in (eager, graph))
+        assert (wanted - got).abs().max() <= tolerance * wanted.abs().max()
+        for target in (eager, graph):
+            target.keep(requests, [path, path])
+        for row, request in enumerate(requests):
+            request.token_ids += [*tokens[row, path].tolist(), 2]
+            wanted, got = (target._hidden[row, : len(request.token_ids) - 1].float() for target in (eager, graph))
+            assert (wanted - got).abs().max() <= tolerance * wanted.abs().max()
+    assert len(graph._forwards) == 1
+
+
+@interpreted
+def test_a_tree_pass_is_the_eager_one(generator):
+    check_tree_passes(tiny(), generator, 1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-3), ("bfloat16", 0.05)])
+def test_a_captured_tree_pass_is_the_eager_one(generator, dtype, tolerance):
+    check_tree_passes(tiny(dtype=dtype, device="cuda"), generator, tolerance)
+
+
 def assert_near(decoder, prompt, expected, got):
     """As `assert_same_text`; in 16 bits a tie is near within 3% of the largest logit."""
     if decoder.dtype == "float32" or expected == got:
@@ -150,7 +208,11 @@ def check_graphs(decoder, folders, prompts, taps, ks, num_tokens):
                 drafters[layout] = (
                     first.from_folder(folder, eager), second.from_folder(folder, target, num_speculative_tokens=k)
                 )  # fmt: skip
+                tree = TreeShape(4, 16)
+                drafters[f"{layout}+tree"] = tuple(first.from_folder(folder, t, tree=tree) for t in (eager, target))
             for name, (one, other) in drafters.items():
+                is_tree = name.endswith("+tree")
+                eager.verify_backend = "sdpa_masked" if is_tree else "sdpa"
                 wanted, got = (
                     drafts_of(eager, one, prompt, k, num_tokens),
                     drafts_of(target, other, prompt, k, num_tokens),
@@ -158,9 +220,9 @@ def check_graphs(decoder, folders, prompts, taps, ks, num_tokens):
                 again = drafts_of(target, other, prompt, k, num_tokens)
                 assert again == got, "a replay of the same is the same"
                 assert_near(decoder, prompt, plain.output_ids, got[0])
-                if decoder.dtype == "float32" and got[0] == wanted[0]:
+                if decoder.dtype == "float32" and got[0] == wanted[0] and not is_tree:
                     assert got[1] == wanted[1], f"{name}: other drafts than the eager drafter's"
-                ours, theirs = ([accepted for _, ((accepted,), _) in steps] for _, steps in (got, wanted))
+                ours, theirs = ([accepted for _, ((accepted,), *_) in steps] for _, steps in (got, wanted))
                 kept.setdefault((name, k), []).append((sum(ours), sum(theirs)))
     return kept
 
@@ -194,7 +256,8 @@ def test_graphs_on_smollm2(dtype):
 @pytest.mark.gpu
 @pytest.mark.model
 def test_the_loop_measures_real_acceptance_in_graph_mode():
-    axes = {"drafter": ["ngram", "autoregressive", "block"], "context_len": [0], "max_new_tokens": [24]}
+    drafters = ["ngram", "autoregressive", "block", "autoregressive+tree", "block+tree"]
+    axes = {"drafter": drafters, "context_len": [0], "max_new_tokens": [24]}
     backends = {"verify_backend": ["triton_split", "sdpa"], "decode_backend": ["triton_split"]}
     grid = {"acceptance": ["real"], "num_speculative_tokens": [3], "num_rounds": [2], "max_repeats": [1]}
     arms, local = by_name(loop.points("gpu", **axes, **backends, **grid), drafters=True)

@@ -35,6 +35,7 @@ BAD_INPUT = [
     (["run", "acceptance", "--set", "drafter=nosuch"], "nosuch"),
     (["run", "acceptance", "--set", "workload=/none.jsonl"], "workload '/none.jsonl': no such file; wanted one of"),
     (["run", "loop", "--set", "workload=none.jsonl"], "workload 'none.jsonl': no such file; wanted one of"),
+    (["run", "loop", "--set", "drafter=autoregressive+tree", "--dry-run"], "wanted acceptance=real to time trees"),
     (["run", "loop", "--set", "drafter=.", "--dry-run"], "head's folder with config.json in it, which is missing"),
     (["run", "acceptance", "--draft-model", "."], "drafter .: wanted a head's folder with config.json in it"),
     (

@@ -37,7 +37,7 @@ _SOUND = {
         "num_drafted_tokens": 4,
         "num_accepted_tokens": 2,
     }
-    | {"draft_ms": 1.0, "verify_ms": 5.0, "accept_ms": 0.5, "gap_ms": 0.25, "step_ms": 6.75},
+    | {"draft_ms": 1.0, "verify_ms": 5.0, "accept_ms": 0.5, "gap_ms": 0.25, "step_ms": 6.75, "num_draft_nodes": None},
     "acceptance": {"num_speculative_tokens": 2, "accepted_by_draft_length": [[1, 0, 0], [0, 1, 0], [2, 0, 3]]}
     | {"num_verify_steps": 7, "num_truncated_steps": 0, "num_drafted_steps": 6, "num_drafted_tokens": 11}
     | {"num_accepted_tokens": 7, "context_len_low": 256, "context_len_high": 1024, "num_draft_nodes": None}

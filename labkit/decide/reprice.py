@@ -76,6 +76,8 @@ def reprice(
     if trace.empty or len(distinct(trace, "num_speculative_tokens")) > 1:
         found = distinct(trace, "num_speculative_tokens")
         raise InputError(f"trace: want speculative steps of one num_speculative_tokens, got {found or 'none'}")
+    if len(distinct(trace, "num_draft_nodes")):
+        raise InputError("trace: want steps with chains, got draft trees, whose steps have no cost at a fixed context")
     recorded = int(trace["num_speculative_tokens"].iloc[0])
     k = recorded if k is None else k
     if not 1 <= k <= recorded:

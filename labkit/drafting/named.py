@@ -28,6 +28,11 @@ def split_name(name: str) -> tuple[str, str]:
     return (base, option) if plus and option in OPTIONS else (name, "")
 
 
+def num_nodes(name: str, k: int) -> int:
+    """Tokens of a draft with k levels: k of a chain; of a tree its nodes, fewer where its levels hold no more."""
+    return min(TREE_NODES, TREE_TOP_K + TREE_TOP_K**2 * (k - 1)) if split_name(name)[1] == "tree" else k
+
+
 def drafter_folder(name: str, target: str) -> Path | None:
     """Folder of a head's weights; None for a drafter without any.
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from labkit import workloads
 from labkit.acceptance import AcceptanceCounts
+from labkit.drafting.named import num_nodes
 from labkit.errors import InputError, Unsupported
 from labkit.experiments import common, places
 from labkit.sweep import RunResult
@@ -172,12 +173,12 @@ def _count_greedy(arms: list[dict[str, Any]], target: ModelTarget, prompts: _Pro
         drafter = draft_with(here, target)
         if hasattr(drafter, "num_top_ids"):
             drafter.num_top_ids = TOP_K
-        nodes = getattr(drafter, "num_draft_nodes", None)
+        is_tree = bool(getattr(drafter, "num_draft_nodes", None))
         for k in ks:
-            if k == ks[0] or nodes:  # a tree spreads its nodes over its depth: each k is another one
+            if k == ks[0] or is_tree:  # a tree spreads its nodes over its depth: each k is another one
                 matches = record_matches(drafter, made, k)
             rows = [
-                _row(here, k, generation, simulate(match, k, here["max_new_tokens"])) | {"num_draft_nodes": nodes or k}
+                _row(here, k, generation, simulate(match, k, here["max_new_tokens"]))
                 for generation, match in zip(made, matches, strict=True)
             ]
             if k == ks[0]:
@@ -286,15 +287,14 @@ def _place(point: dict[str, Any], texts: dict[str, tuple[list[int], str]]) -> di
 def _row(point: dict[str, Any], k: int, generation: Generation, steps: Sequence[Step]) -> dict[str, Any]:
     """The counts of one generation. A step that a stop or the length limit cut is counted apart."""
     whole = [step for step in steps if not step.truncated]
-    # Of a tree the depth counts as drafted: one path is kept.
-    pairs = [(min(step.num_drafted_tokens, k), step.num_accepted_tokens) for step in whole]
+    pairs = [(step.draft_length, step.num_accepted_tokens) for step in whole]
     counts = AcceptanceCounts.from_steps(pairs, k, num_truncated_steps=len(steps) - len(whole))
     return {
         "origin": "measured",
         "round": 0,
         "sample": 0,
         "draft_depth": k,
-        "num_draft_nodes": k,
+        "num_draft_nodes": num_nodes(point["drafter"], k),
         "context_len": sum(step.context_len for step in whole) / len(whole) if whole else len(generation.prompt_ids),
         "num_prompt_tokens": len(generation.prompt_ids),
         "num_output_tokens": len(generation.output_ids),

@@ -5,6 +5,7 @@ from itertools import groupby
 from typing import Any
 
 from labkit.cost import forward_flops, kv_bytes_read
+from labkit.drafting.named import num_nodes
 from labkit.experiments import attention, common, step_forwards
 from labkit.shapes import ModelShape
 
@@ -44,7 +45,13 @@ def _memory_bytes(experiment: str, point: dict[str, Any]) -> float:
         return step_forwards.memory_bytes(point)
     shape, dtype = _shape(point), point["weight_dtype"]
     cache = shape.kv_bytes_per_token(dtype) * (point["context_len"] + point.get("max_new_tokens", 64) + 512)
-    return 1.5 * shape.weight_bytes(dtype) + cache * point.get("batch_size", 1)
+    logits = 2 * 4 * shape.vocab_size * _q_len(point)  # as they are made, and as a rule reads them
+    return 1.5 * shape.weight_bytes(dtype) + (cache + logits) * point.get("batch_size", 1)
+
+
+def _q_len(point: dict[str, Any]) -> int:
+    """Of the widest pass of a loop's or acceptance's point; a tree's is its nodes and the last token."""
+    return num_nodes(point["drafter"], point["num_speculative_tokens"]) + 1 if point.get("drafter") else 1
 
 
 def _shape(point: dict[str, Any]) -> ModelShape:
@@ -83,12 +90,13 @@ def _acceptance_s(batch: list[dict[str, Any]]) -> float:
 
 
 def _loop_s(point: dict[str, Any]) -> float:
-    steps = (point["num_rounds"] + 1) * (point["steps_per_round"] + 1)
-    if point["arm"] == "plain":
-        return steps * _forward_s(point, point["context_len"], 1)
-    per_token = point["verify_backend"] == "per_token"
-    lengths = range(point["num_speculative_tokens"] + 1)
-    return steps * sum(_forward_s(point, point["context_len"], j + 1, j + 1 if per_token else 1) for j in lengths)
+    rounds, k = point["num_rounds"] + 1, point.get("num_speculative_tokens", 0)
+    per_token = point.get("verify_backend") == "per_token"
+    if point["acceptance"] == "real":  # half of the drafts kept is a middle case
+        q_len, steps = _q_len(point), rounds * point["max_new_tokens"] / (1 + k / 2)
+        return steps * _forward_s(point, point["context_len"], q_len, q_len if per_token else 1)
+    steps = rounds * (point["steps_per_round"] + 1)
+    return steps * sum(_forward_s(point, point["context_len"], j + 1, j + 1 if per_token else 1) for j in range(k + 1))
 
 
 def _step_s(point: dict[str, Any]) -> float:

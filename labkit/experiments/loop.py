@@ -3,7 +3,8 @@
 Kinds of run share the rows. ``acceptance="none"`` is the cost run: the cache is filled to the context length and
 every draft length 0..k is timed with all drafts rejected, so the context stays where it is. ``acceptance="forced"``
 adds generations in the same rounds that keep none or all of k drafts (`labkit.decide.forcing` compares them).
-``acceptance="real"`` generates from prompts, both arms in turn: the speed-up that a user would see.
+``acceptance="real"`` generates from prompts, both arms in turn: the speed-up that a user would see. Draft trees are
+timed there only, since a draft of imposed length is a chain.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from labkit.cost import attention_shape
 from labkit.device_state import monitor
+from labkit.drafting.named import num_nodes, split_name
 from labkit.errors import InputError, Unsupported
 from labkit.experiments import common, places
 from labkit.experiments.acceptance import draft_with, prompt_tokens
@@ -81,9 +83,11 @@ def points(preset: str, **axes: Sequence[Any]) -> list[dict[str, Any]]:
     grid = common.axes_of(PRESETS, preset, axes)
     common.check_drafters(grid)
     common.check_draft_lengths(grid)
-    if trees := [name for name in grid["drafter"] if str(name).endswith("+tree")]:
-        raise InputError(f"drafter {trees[0]}: run loop times chains; trees are counted by run acceptance")
     common.check_names("acceptance", grid["acceptance"], ("none", "forced", "real"))
+    trees = [name for name in grid["drafter"] if split_name(name)[1] == "tree"]
+    if trees and grid["acceptance"] != ["real"]:
+        imposed = f"acceptance={grid['acceptance'][0]} imposes lengths of chains"
+        raise InputError(f"drafter {trees[0]}: wanted acceptance=real to time trees; {imposed}")
     common.check_workloads(grid["workload"])
     for role in ("verify_backend", "decode_backend"):
         common.check_backends(role, grid[role])
@@ -194,13 +198,16 @@ def _runs(index: int, point: dict[str, Any], target: ModelTarget) -> list[_Arm]:
     from labkit.models.graph_target import GraphTarget
 
     real, target.writes_states = point["acceptance"] == "real", _reads_states(point)
-    captures_ahead = target.capture if real and isinstance(target, GraphTarget) else lambda backend, q_lens: None
+    captures_ahead = target.capture if real and isinstance(target, GraphTarget) else lambda *passes, **options: None
     if point["arm"] == "plain":
         captures_ahead(point["decode_backend"], [1])
         return [_Arm(index, point, None)]
     k = point["num_speculative_tokens"]
     if real:
-        captures_ahead(point["verify_backend"], range(1, k + 2))
+        is_tree = _is_tree(point)
+        captures_ahead(point["verify_backend"], [1] if is_tree else range(1, k + 2))
+        if is_tree:
+            captures_ahead(point["verify_backend"], [num_nodes(point["drafter"], k) + 1], is_tree=True)
         return [_Arm(index, point, draft_with(point, target))]
     wanted: list[tuple[int, int, float | None]] = [(j, 0, None) for j in range(k + 1)]
     wanted += [(k, 0, 0.0), (k, k, 1.0)] if point["acceptance"] == "forced" else []
@@ -208,6 +215,10 @@ def _runs(index: int, point: dict[str, Any], target: ModelTarget) -> list[_Arm]:
         _Arm(index, point, ForcedDrafter(draft_with(point, target), accepted=fixed_acceptance(kept), length=j), rate)
         for j, kept, rate in wanted
     ]
+
+
+def _is_tree(point: dict[str, Any]) -> bool:
+    return point["arm"] == "speculative" and split_name(point["drafter"])[1] == "tree"
 
 
 def _reads_states(point: dict[str, Any]) -> bool:
@@ -243,28 +254,26 @@ def _check_attention(point: dict[str, Any]) -> None:
     """The arm's backend against the oracle at the shape that is about to be timed; raises what is wrong."""
     import torch
 
-    from labkit.attention.inputs import verify_backend
+    from labkit.attention.inputs import WITH_LSE, random_tree, verify_backend
     from labkit.attention.registry import lookup
-    from labkit.drafting.named import TREE_NODES, split_name
 
-    shape = _decoder(point).shape
+    shape, device = _decoder(point).shape, common.device()
     speculative = point["arm"] == "speculative"
     checked = attention_shape(
         shape,
         batch_size=point["batch_size"],
-        q_len=point["num_speculative_tokens"] + 1 if speculative else 1,
+        q_len=num_nodes(point["drafter"], point["num_speculative_tokens"]) + 1 if speculative else 1,
         context_len=point["context_len"] or 256,
         weight_dtype=point["weight_dtype"],
     )
     name = point["verify_backend"] if speculative else point["decode_backend"]
-    if speculative and split_name(point["drafter"])[1] == "tree":
-        if point["launch_mode"] == "graph" and point["acceptance"] == "real":
-            raise Unsupported("launch_mode graph: draft trees have no captured forward, each has another mask")
-        tree = replace(checked, q_len=TREE_NODES + 1, mask="tree")
-        if reason := lookup(name).supports(tree, common.device()):
+    generator, spec = torch.Generator().manual_seed(point["seed"]), WITH_LSE
+    if _is_tree(point):
+        checked = replace(checked, mask="tree")
+        if reason := lookup(name).supports(checked, device):
             raise Unsupported(f"backend {name!r}, draft trees: {reason}")
-    generator = torch.Generator().manual_seed(point["seed"])
-    verify_backend(name, checked, generator=generator, device=common.device(), page_order="sequential")
+        spec = replace(spec, tree=random_tree(checked, generator).to(device))
+    verify_backend(name, checked, generator=generator, device=device, page_order="sequential", spec=spec)
 
 
 def _rows(arm: _Arm, target: ModelTarget, prompts: list[list[int]], round_index: int) -> list[dict[str, Any]]:
@@ -302,13 +311,16 @@ def _rows(arm: _Arm, target: ModelTarget, prompts: list[list[int]], round_index:
 def _step_row(arm: _Arm, generations: Sequence[Generation], position: int, round_index: int) -> dict[str, Any]:
     """One pass as a row. Of imposed acceptance all requests of a batch do the same; a real run has one request."""
     steps = [generation.steps[position] for generation in generations if position < len(generation.steps)]
+    q_len, is_tree = max(step.num_drafted_tokens for step in steps) + 1, _is_tree(arm.point)
     return {
         "origin": "measured" if arm.point["acceptance"] == "real" else "forced",
         "round": round_index,
         "step_index": position,
         "context_len": steps[0].context_len if arm.point["acceptance"] == "real" else arm.point["context_len"],
-        "q_len": max(step.num_drafted_tokens for step in steps) + 1,
-        "num_drafted_tokens": steps[0].num_drafted_tokens,
+        "q_len": q_len,
+        "num_drafted_tokens": steps[0].draft_length,
+        "draft_depth": steps[0].draft_length if is_tree else None,
+        "num_draft_nodes": q_len - 1 if is_tree else None,
         "num_accepted_tokens": None if steps[0].truncated else steps[0].num_accepted_tokens,
         "imposed_acceptance": arm.imposed,
         "linear_backend": _decoder(arm.point).linear_backend,
@@ -323,7 +335,7 @@ class _TimedStart:
 
     def __init__(self, inner: Drafter):
         self._inner, self.name, self.start_ms = inner, inner.name, 0.0
-        self.propose = inner.propose
+        self.propose, self.num_draft_nodes = inner.propose, getattr(inner, "num_draft_nodes", None)
 
     def start(self, requests: Any) -> None:
         begin = time.perf_counter()

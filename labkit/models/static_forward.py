@@ -7,6 +7,7 @@ graph serves every context that the attention backend can replay.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,6 +37,8 @@ class StaticForward:
     delta_state : of a hybrid, with room for `q_len` tokens; forwards on one cache share it.
     taps : hidden states that each run writes into ``taps.out``, as `Decoder.forward` does.
     pdl : launch kernels while their predecessors end (programmatic dependent launch); Hopper or newer.
+    is_tree : the tokens are a draft tree, another one in every run: `tree` (as in `AttentionSpec`) and `depths`, int32
+        ``[batch_size, q_len]``, are inputs too.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class StaticForward:
         pdl: bool = False,
         delta_state: DeltaState | None = None,
         taps: Taps | None = None,
+        is_tree: bool = False,
     ):
         self.taps = taps
         shape, self.decoder, self.cache, self.q_len, self.pdl = decoder.shape, decoder, cache, q_len, pdl
@@ -64,6 +68,10 @@ class StaticForward:
         self._normed = torch.empty_like(self._hidden)
         self._activated = torch.empty(self.num_rows, shape.intermediate_size, dtype=dtype, device=device)
         q = torch.empty(self.batch_size, q_len, shape.num_qo_heads, shape.head_dim, dtype=dtype, device=device)
+        self.is_tree, self.depths = is_tree, torch.zeros_like(self.token_ids, dtype=torch.int32)
+        self.tree = torch.ones_like(self.token_ids)  # each token sees the last one
+        if is_tree:
+            spec = replace(spec, tree=self.tree)
         self.attention: PreparedAttention = prepare(q, cache, backend=backend, spec=spec)
         self._attended = self.attention.out.view(self.num_rows, -1)
         size = max(num_splits_of(x.weight, self.num_rows) * self.num_rows * x.weight.shape[0] for x in linears)
@@ -82,6 +90,8 @@ class StaticForward:
         shape = self.decoder.shape
         if not shape.num_delta_layers:
             return
+        if self.is_tree:
+            raise Unsupported("draft trees need attention in every layer, a gated-delta layer has one past")
         if state is None or state.max_q_len < self.q_len:
             raise ValueError(f"delta_state: {self.decoder.name} wanted one with max_q_len of at least {self.q_len}")
         self.delta = state
@@ -172,11 +182,11 @@ class StaticForward:
         norm, bias = layer.qk_norm, layer.qkv.bias
         rope_append_kernel[(self.num_rows, num_heads)](
             parts, parts if bias is None else bias, parts if norm is None else norm.weight, self._turns,
-            self.context_lens, cache.page_table, self.attention.q, cache.k[index], cache.v[index],
+            self.context_lens, self.depths, cache.page_table, self.attention.q, cache.k[index], cache.v[index],
             self.num_rows * parts.shape[2], parts.shape[2], self.q_len, cache.page_table.stride(0),
             shape.rms_norm_eps, NUM_QO_HEADS=shape.num_qo_heads, NUM_KV_HEADS=shape.num_kv_heads,
             HEAD_DIM=shape.head_dim, PAGE_SIZE=cache.page_size, NUM_SPLITS=len(parts), HAS_BIAS=bias is not None,
-            HAS_NORM=norm is not None, num_warps=1, **self._pdl(),
+            HAS_NORM=norm is not None, TREE=self.is_tree, num_warps=1, **self._pdl(),
         )  # fmt: skip
 
     def _silu_mul(self, parts: Tensor) -> None:

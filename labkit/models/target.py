@@ -99,7 +99,7 @@ class ModelTarget:
             row, after = self._row_of[request.index], len(request.token_ids)
             sources = [after + node for node in chosen]
             self._view((row,)).move(sources, after)
-            if self.taps:
+            if self.writes_states and sources != list(range(after, after + len(sources))):
                 self._hidden[row, after : after + len(sources)] = self._hidden[row, sources]
 
     def states(self, requests: Sequence[Request], start: Sequence[int], num_tokens: int, taps: Sequence[int]) -> Tensor:

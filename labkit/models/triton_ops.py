@@ -105,15 +105,16 @@ def add_norm_kernel(
 
 @triton.jit(do_not_specialize=["q_len", "table_stride"])
 def rope_append_kernel(
-    partial, bias, norm_weight, turns, context_lens, page_table, q_out, k_cache, v_cache, split_stride, row_stride,
-    q_len, table_stride, eps, NUM_QO_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, NUM_SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr,
-    PDL: tl.constexpr,
+    partial, bias, norm_weight, turns, context_lens, depths, page_table, q_out, k_cache, v_cache, split_stride,
+    row_stride, q_len, table_stride, eps, NUM_QO_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, NUM_SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_NORM: tl.constexpr, TREE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows, heads of q, k and v): add up, bias, RMSNorm of q and k heads, rotate pairs, store q, append k and v.
 
     Pairs are (2i, 2i + 1). `turns` is float32 ``[positions, head_dim / 2, 2]``: cosine and sine. The K and V of request
-    r go behind its ``context_lens[r]`` cached tokens.
+    r go behind its ``context_lens[r]`` cached tokens. `depths` is int32 ``[rows]``, read where `TREE`: positions that
+    are not the places behind them.
     """
     take_turn(PDL)
     row = tl.program_id(0)
@@ -127,7 +128,9 @@ def rope_append_kernel(
         even += tl.load(bias + head * HEAD_DIM + 2 * half).to(tl.float32)
         odd += tl.load(bias + head * HEAD_DIM + 2 * half + 1).to(tl.float32)
     request = row // q_len
-    position = tl.load(context_lens + request) + row % q_len
+    context_len = tl.load(context_lens + request)
+    place_behind = row % q_len
+    position = context_len + (tl.load(depths + row) if TREE else place_behind)
     if head < NUM_QO_HEADS + NUM_KV_HEADS:
         if HAS_NORM:
             inverse = tl.rsqrt(tl.sum(even * even + odd * odd, 0) / HEAD_DIM + eps)
@@ -141,8 +144,9 @@ def rope_append_kernel(
         tl.store(q_out + place, even.to(q_out.dtype.element_ty))
         tl.store(q_out + place + 1, odd.to(q_out.dtype.element_ty))
     else:
-        page = tl.load(page_table + request * table_stride + position // PAGE_SIZE).to(tl.int64)
-        slot = (page * PAGE_SIZE + position % PAGE_SIZE) * NUM_KV_HEADS
+        token = context_len + place_behind
+        page = tl.load(page_table + request * table_stride + token // PAGE_SIZE).to(tl.int64)
+        slot = (page * PAGE_SIZE + token % PAGE_SIZE) * NUM_KV_HEADS
         if head < NUM_QO_HEADS + NUM_KV_HEADS:
             place = (slot + head - NUM_QO_HEADS) * HEAD_DIM + 2 * half
             tl.store(k_cache + place, even.to(k_cache.dtype.element_ty))
