@@ -123,7 +123,8 @@ def test_imposed_lengths_are_of_chains(world, kind):
 
 def test_a_plan_counts_the_nodes(world):
     folder, axes = world
-    head = str(folder / "block")
-    chain, tree = (estimate.memory_bytes("loop", timed(axes, [name])) for name in (head, f"{head}+tree"))
+    head, grid = str(folder / "block"), axes | {"acceptance": ["real"]}
+    plans = (loop.points("ci", drafter=[name], **grid) for name in (head, f"{head}+tree"))
+    chain, tree = (estimate.memory_bytes("loop", plan) for plan in plans)
     assert tree - chain == 8 * len(WORDS) * (NODES - K)
     assert [num_nodes(name, k) for name in ("x", "x+tree") for k in (1, 2, 7)] == [1, 2, 7, 4, 16, 16]

@@ -42,8 +42,9 @@ DEFAULT_SPEC = AttentionSpec()
 class Run(Protocol):
     """Attention of `q` over one layer of the prepared cache, into `out` (and `lse`).
 
-    It may have a method ``replan()``, which takes over new lengths of the cache without a new launch configuration, and
-    one ``plan()``, which makes the metadata of a step again, as an engine does in every step.
+    It may have a method ``replan()``, which takes over new lengths of the cache without a new launch configuration (the
+    spec's tree is then read where it lies, since another may stand there), and one ``plan()``, which makes the metadata
+    of a step again, as an engine does in every step.
     """
 
     def __call__(self, q: Tensor, layer: int, out: Tensor, lse: Tensor | None) -> None: ...
