@@ -32,6 +32,8 @@ def test_borrowed_acceptance_never_gives_a_plain_verdict() -> None:
         breakeven(rows, alike(), acceptance_from="huge")
     with pytest.raises(InputError, match="needs acceptance rows"):
         breakeven(rows, 2.0, acceptance_from="tiny")
+    with pytest.raises(InputError, match=r"drafter is eagle3 in the cost rows and mine\+tree in the acceptance rows"):
+        breakeven(rows, alike().assign(drafter="mine+tree"), acceptance_from="tiny")
 
 
 def test_what_cannot_pay_cannot_pay_with_borrowed_acceptance_either() -> None:

@@ -66,7 +66,7 @@ def join(
     """For each cell its acceptance sources, or none and the reason.
 
     `acceptance_from` borrows the acceptance of another target: origin "transferred". The drafter must then agree only
-    if that target was measured with several.
+    if that target was measured with several, or with trees, since costs are of chains.
 
     Raises InputError: nothing joins at all (the field and both sides' values are named), all acceptance is forced, two
     bands of one workload hold the same context, or rows of one group mix origins or top_p.
@@ -121,8 +121,8 @@ def _matching(
     drafter, k = cost.key["drafter"], cost.num_speculative_tokens
     context_len = cost.key["context_len"]
     drafters = {key[1] for key, _ in groups if key[0] == target}
-    if target != cost.key["target"] and len(drafters) == 1:
-        drafter = next(iter(drafters))
+    if target != cost.key["target"] and len(drafters) == 1 and not (only := next(iter(drafters))).endswith("+tree"):
+        drafter = only
     for depth, (field, wanted) in enumerate((("target", target), ("drafter", drafter), (GROUP[2], k))):
         kept = [(key, rows) for key, rows in groups if key[depth] == wanted]
         if not kept:
