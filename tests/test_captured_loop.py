@@ -116,17 +116,17 @@ def test_drafts_are_those_of_the_eager_drafter(tmp_path, layout):
 
 @interpreted
 @pytest.mark.parametrize("layout", PAIRS)
-def test_trees_are_kept_as_in_eager_passes(tmp_path, layout):
+def test_trees_are_drafted_and_kept_as_in_eager_passes(tmp_path, layout):
     decoder, shape = tiny(vocab_size=5, seed=6), TreeShape(3, 10)
     make_head(decoder, layout, tmp_path, draft_vocab_size=5)
     (prompt,) = tiny_prompts(decoder, (6,))
     room = {"batch_size": 1, "max_context_len": 64, "verify_backend": "sdpa_masked", "taps": TAPS}
     eager, graph = ModelTarget(decoder, **room), GraphTarget(decoder, max_q_len=11, **room)
-    kind = PAIRS[layout][0]
+    kind, ours = PAIRS[layout]
     wanted = drafts_of(eager, kind.from_folder(tmp_path, eager, tree=shape), prompt, 3, 14)
     assert any(accepted for _, ((accepted,), *_) in wanted[1])
     graph.verify_backend = "triton_split"
-    drafter = kind.from_folder(tmp_path, graph, tree=shape)
+    drafter = ours.from_folder(tmp_path, graph, num_speculative_tokens=3, tree=shape)
     for _ in range(2):
         assert drafts_of(graph, drafter, prompt, 3, 14) == wanted
 
@@ -208,8 +208,11 @@ def check_graphs(decoder, folders, prompts, taps, ks, num_tokens):
                 drafters[layout] = (
                     first.from_folder(folder, eager), second.from_folder(folder, target, num_speculative_tokens=k)
                 )  # fmt: skip
-                tree = TreeShape(4, 16)
-                drafters[f"{layout}+tree"] = tuple(first.from_folder(folder, t, tree=tree) for t in (eager, target))
+                tree = {"tree": TreeShape(4, 16)}
+                drafters[f"{layout}+tree"] = (
+                    first.from_folder(folder, eager, **tree),
+                    second.from_folder(folder, target, num_speculative_tokens=k, **tree),
+                )
             for name, (one, other) in drafters.items():
                 is_tree = name.endswith("+tree")
                 eager.verify_backend = "sdpa_masked" if is_tree else "sdpa"

@@ -7,14 +7,13 @@ and the target's states at i, so it holds one entry per token that the target ha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from labkit.accept import tree_rows
 from labkit.attention.api import AttentionSpec
 from labkit.drafting.checkpoint import Checkpoint
 from labkit.drafting.head import Head, HeadDrafter, draft_uniforms
@@ -29,6 +28,8 @@ if TYPE_CHECKING:
 
 
 _TREE_BACKEND = "sdpa_masked"
+# Tokens, states, masks (`AttentionSpec.tree`) and depths of a tree's nodes so far -> `AutoregressiveHead.step` of them.
+_RunLevels = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class AutoregressiveHead(Head):
@@ -127,7 +128,9 @@ class AutoregressiveDrafter(HeadDrafter):
         with torch.inference_mode():
             cache, states = self._extend(requests)
             if self.tree is not None:
-                return self._grow(self.tree, k, cache, states)
+                first = self.head.logits(states[:, -1])
+                draft = self._grow(self.tree, k, states, first, self._eager_levels(cache))
+                return replace(draft, top_ids=self._top(first))
             drafts: list[Tensor] = []
             probs: list[Tensor] = []
             top: Tensor | None = None
@@ -153,35 +156,45 @@ class AutoregressiveDrafter(HeadDrafter):
             counts = lengths.tolist() if self.min_confidence else [k] * len(requests)
             return Draft(torch.cat(drafts, dim=1).clone(), counts, distribution, top_ids=top)
 
-    def _grow(self, shape: TreeShape, depth: int, cache: PagedKVCache, root: Tensor) -> Draft:
-        """A tree; each level is one pass over all nodes that were grown on, since a mask spans the new tokens only."""
+    def _grow(self, shape: TreeShape, depth: int, root: Tensor, first: Tensor, run: _RunLevels) -> Draft:
+        """A tree behind the last token, of its state ``[batch_size, 1, hidden]`` and logits.
+
+        Each level is one pass over all nodes that were grown on, since a mask spans the new tokens only. Nothing waits
+        for the device.
+        """
         if shape.top_k * (depth - 1) > MAX_Q_LEN:
             wanted = f"top_k * (k - 1) of at most {MAX_Q_LEN}"
             raise InputError(f"draft tree of {self.name}: wanted {wanted}, got {shape.top_k} * {depth - 1}")
-        ends, count = cache.context_lens, len(root)
-        none = torch.empty(count, 0, dtype=torch.int64, device=root.device)
-        tokens, parents, entered, outputs = none, none, root[:, :0], root[:, :0]
+        none = torch.empty(len(root), 0, dtype=torch.int64, device=root.device)
+        tokens, masks, depths, entered, outputs = none, none, none, root[:, :0], root[:, :0]
 
         def expand(level: Tensor, above: Tensor) -> Tensor:
-            nonlocal tokens, parents, entered, outputs
+            nonlocal tokens, masks, depths, entered, outputs
             held, width = tokens.shape[1], level.shape[1]
+            seen = torch.ones_like(level) << torch.arange(held, held + width, device=level.device)
             if held:
                 states = outputs.gather(1, above[..., None].expand(-1, -1, root.shape[-1]))
-                above = above + held - outputs.shape[1]
+                seen = seen | masks[:, -outputs.shape[1] :].gather(1, above)
             else:
-                states, above = root.expand(-1, width, -1), torch.full_like(above, -1)
-            tokens, parents = torch.cat([tokens, level], 1), torch.cat([parents, above], 1)
+                states = root.expand(-1, width, -1)
+            tokens, masks = torch.cat([tokens, level], 1), torch.cat([masks, seen], 1)
+            depths = torch.cat([depths, torch.full_like(level, held // width)], 1)  # levels are of one width
             entered = torch.cat([entered, states], 1)
-            masks, depths = tree_rows(parents)
-            # Without the last token, which the cache holds: its bit, and its place in the depths.
-            spec = AttentionSpec(tree=(masks[:, 1:] >> 1) & ((1 << tokens.shape[1]) - 1))
-            passed = self.head.step(tokens, entered, cache, backend=_TREE_BACKEND, spec=spec, depths=depths[:, 1:] - 1)
-            cache.truncate(ends)
-            outputs = passed[:, -width:]
+            outputs = run(tokens, entered, masks, depths)[:, -width:]
             return self.head.logits(outputs).log_softmax(dim=-1)
 
-        first = self.head.logits(root[:, -1]).log_softmax(dim=-1)
-        return replace(grow_tree(shape, depth, first, expand, self.head.token_ids), top_ids=self._top(first))
+        return grow_tree(shape, depth, first.log_softmax(dim=-1), expand, self.head.token_ids)
+
+    def _eager_levels(self, cache: PagedKVCache) -> _RunLevels:
+        ends = cache.context_lens
+
+        def run(tokens: Tensor, entered: Tensor, masks: Tensor, depths: Tensor) -> Tensor:
+            tree = {"spec": AttentionSpec(tree=masks), "depths": depths}
+            passed = self.head.step(tokens, entered, cache, backend=_TREE_BACKEND, **tree)
+            cache.truncate(ends)
+            return passed
+
+        return run
 
     def _extend(self, requests: Sequence[Request]) -> tuple[PagedKVCache, Tensor]:
         """Feed the tokens verified since; the cache's view and the last entries' states ``[.., 1, hidden]``."""

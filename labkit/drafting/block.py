@@ -16,7 +16,7 @@ from torch import Tensor
 from labkit.attention.api import AttentionSpec
 from labkit.drafting.checkpoint import Checkpoint
 from labkit.drafting.head import Head, HeadDrafter, draft_uniforms
-from labkit.drafting.tree import grow_tree
+from labkit.drafting.tree import TreeShape, grow_tree
 from labkit.errors import InputError
 from labkit.speculation import Draft, Request
 
@@ -95,16 +95,20 @@ class BlockDrafter(HeadDrafter):
             logits = self._logits(requests)[:, :k]
             top = self._top(logits[:, 0])
             if self.tree is not None:
-                places = iter(logits[:, 1:].log_softmax(dim=-1).split(1, dim=1))
-                first = logits[:, 0].log_softmax(dim=-1)
-                expand = lambda level, _: next(places).expand(-1, level.shape[1], -1)  # noqa: E731
-                return replace(grow_tree(self.tree, k, first, expand, self.head.token_ids), top_ids=top)
+                return replace(self._grow(self.tree, logits), top_ids=top)
             lengths = [k] * len(requests)
             if self.min_confidence:
                 confident = logits.softmax(dim=-1).amax(dim=-1) >= self.min_confidence
                 lengths = confident.long().cumprod(dim=1).sum(dim=1).tolist()
             tokens, probs = self._choose(logits, draft_uniforms(requests, k, self.temperature, logits.device))
             return Draft(tokens.clone(), lengths, None if probs is None else probs.clone(), top_ids=top)
+
+    def _grow(self, shape: TreeShape, logits: Tensor) -> Draft:
+        """A tree of the best tokens at each place of ``[batch_size, depth, draft vocabulary]``."""
+        first, *behind = logits.log_softmax(dim=-1).split(1, dim=1)
+        places = iter(behind)
+        expand = lambda level, _: next(places).expand(-1, level.shape[1], -1)  # noqa: E731
+        return grow_tree(shape, logits.shape[1], first[:, 0], expand, self.head.token_ids)
 
     def _logits(self, requests: Sequence[Request]) -> Tensor:
         """Cache the states of the tokens that were verified since, then run the block."""

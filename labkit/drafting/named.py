@@ -73,8 +73,8 @@ def make_drafter(
 ) -> Drafter:
     """The drafter of a name. ``target`` may be None where there is no folder.
 
-    captured_k : capture the drafts of a head, k tokens each, as CUDA graphs: greedy chains of one request. Those with
-        an option stay eager: a tree grows level by level, and the host looks at the confidence after each token.
+    captured_k : capture the drafts of a head, k tokens each, as CUDA graphs: greedy chains and trees of one request.
+        ``+confidence`` stays eager: the host looks at it after each token.
 
     Raises InputError: as `labkit.drafting.checkpoint.read_checkpoint`.
     """
@@ -92,9 +92,9 @@ def make_drafter(
     options["tree"] = TreeShape(TREE_TOP_K, TREE_NODES) if option == "tree" else None
     options["min_confidence"] = MIN_CONFIDENCE if option == "confidence" else 0.0
     checkpoint = read_checkpoint(folder, target.decoder)
-    if captured_k is not None and not option and temperature == 0:
+    if captured_k is not None and option != "confidence" and temperature == 0:
         kind = CapturedBlock if checkpoint.layout == "dflash" else CapturedAutoregressive
-        return kind.from_folder(folder, target, num_speculative_tokens=captured_k)
+        return kind.from_folder(folder, target, num_speculative_tokens=captured_k, tree=options["tree"])
     if checkpoint.layout == "dflash":
         return BlockDrafter(BlockHead(checkpoint), target, **options)
     backend = "triton_split" if target.decoder.device.type == "cuda" else "sdpa"
