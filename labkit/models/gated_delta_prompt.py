@@ -5,6 +5,7 @@ passes through one affine map each. Source: Yang, Kautz, Hatamizadeh, Gated Delt
 """
 
 from collections.abc import Callable
+from importlib.metadata import version
 from importlib.util import find_spec
 
 import torch
@@ -21,7 +22,7 @@ Rule = Callable[..., tuple[Tensor, Tensor]]
 def prompt_rule(dtype: torch.dtype, device: torch.device) -> tuple[str, Rule]:
     """What runs the recurrence of a prompt, named. flash-linear-attention where installed, for 16 bits on a GPU."""
     if device.type == "cuda" and dtype != torch.float32 and find_spec("fla"):
-        return "fla chunk_gated_delta_rule", fla_rule
+        return f"fla-core {version('fla-core')} chunk_gated_delta_rule", fla_rule
     return "torch chunks", chunk_rule
 
 
