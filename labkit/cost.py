@@ -65,7 +65,8 @@ def attention_shape(
 def forward_flops(model: ModelShape, *, batch_size: int, q_len: int, context_len: int, num_logits: int = 0) -> int:
     """Floating point operations of one forward that returns logits for every token, or `num_logits` per request.
 
-    Counted: matrices of the layers, output head, attention. Not counted: norms, rotary embedding, activation, sampling.
+    Counted: matrices of the layers, output head, attention. Not counted: norms, rotary embedding, activation, sampling,
+    the convolution and recurrence of gated-delta layers.
     """
     shape = attention_shape(model, batch_size=batch_size, q_len=q_len, context_len=context_len, weight_dtype="bfloat16")
     head = model.vocab_size * model.hidden_size * (num_logits or q_len)

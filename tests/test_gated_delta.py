@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from labkit.models.decoder import Decoder
 from labkit.models.gated_delta import DeltaLayer, DeltaState
+from labkit.models.gated_delta_prompt import mix_prompt, prompt_rule
 from labkit.models.static_forward import StaticForward
 from labkit.models.weights import RandomWeights
 from labkit.shapes import model_shape
@@ -241,6 +242,77 @@ def check_model(size, dtype, device, batch_size, q_lens, generator):
     return worst
 
 
+@torch.inference_mode()
+def check_prompt_layer(size, dtype, device, lengths, generator):
+    """Prompts behind one another, from a state in use, through the chunks of a layer."""
+    decoder, exact = decoders(size, dtype, device)
+    shape, limit, index, worst = decoder.shape, LIMITS["layer"][dtype], 1, 0.0
+    states = new_states(decoder, 2)
+    fill(states, generator)
+    columns, state = (kind[index].float() for kind in valid(states, 1))
+    states.start_prompt(1, is_new=False)
+    others = [kind[:, 0].clone() for kind in (states.columns, states.states)]
+    for length in lengths:
+        x = torch.randn(length, shape.hidden_size, generator=generator).to(device, decoder.activation_dtype)
+        got = mix_prompt(decoder.layers[index], x, states, 1, index, shape)
+        wanted, window, state = reference_delta(exact.layers[index], x.float(), columns, state, shape)
+        columns, after = window[-3:], [kind[index] for kind in valid(states, 1)]
+        worst = max(worst, assert_near(got, wanted, limit, f"values of {length} tokens"))
+        worst = max(worst, assert_near(after[0], columns, limit, f"columns behind {length} tokens"))
+        worst = max(worst, assert_near(after[1].flatten(1), state.flatten(1), limit, f"state behind {length} tokens"))
+    for before, kind in zip(others, (states.columns, states.states), strict=True):
+        assert torch.equal(before, kind[:, 0]), "the other request's"
+    return worst
+
+
+@torch.inference_mode()
+def check_prompt(size, dtype, device, lengths, pass_len, generator, *, decodes=True):
+    """A prompt per request in passes of `pass_len` tokens, then captured forwards behind it."""
+    decoder, exact = decoders(size, dtype, device)
+    limit, batch_size, worst = LIMITS["model"][dtype], len(lengths), 0.0
+    kv_cache, states = decoder.new_cache(batch_size, 512), new_states(decoder, batch_size)
+    forward = None
+    if decodes:
+        how = {"backend": "triton_split", "pdl": has_pdl(device), "delta_state": states}
+        forward = StaticForward(decoder, kv_cache, q_len=4, **how)
+    if device == "cuda":
+        forward.capture()
+    fill(states, generator)  # of what ran before, and must be forgotten
+    blank = new_states(decoder, batch_size)
+    requests = [ReferenceRequest(exact, kv_cache, blank, index) for index in range(batch_size)]
+    for index, (request, length) in enumerate(zip(requests, lengths, strict=True)):
+        ids = torch.randint(decoder.shape.vocab_size, (length,), generator=generator).to(device)
+        options = {"backend": "sdpa", "chunk": pass_len, "delta_state": states}
+        got = decoder.prefill(ids.tolist(), kv_cache, index, **options)
+        worst = max(worst, assert_near(got, request.run(ids, length)[-1], limit, f"prompt of {length} tokens"))
+    for step in range(3 if decodes else 0):
+        forward.token_ids.copy_(torch.randint(decoder.shape.vocab_size, (batch_size, 4), generator=generator))
+        forward.replan()
+        forward.replay()
+        kept = some_kept(4, batch_size, generator)
+        for index, (request, num_kept) in enumerate(zip(requests, kept, strict=True)):
+            wanted = request.run(forward.token_ids[index], num_kept)
+            worst = max(worst, assert_near(forward.logits[index], wanted, limit, f"step {step}, request {index}"))
+        kv_cache.advance(kept)
+        states.keep(kept)
+    return worst
+
+
+@pytest.mark.parametrize("lengths", [(1, 2), (63, 65), (64, 128), (200, 1, 64)])
+def test_chunks_of_a_prompt(generator, lengths):
+    check_prompt_layer("tiny", "float32", "cpu", lengths, generator)
+
+
+@pytest.mark.parametrize("pass_len", [48, 64, 1024])
+def test_a_prompt_through_a_hybrid(generator, pass_len):
+    check_prompt("tiny", "float32", "cpu", (150, 64), pass_len, generator, decodes=False)
+
+
+@interpreted
+def test_decoding_goes_on_behind_a_prompt(generator):
+    check_prompt("tiny", "float32", "cpu", (70, 33), 48, generator)
+
+
 @interpreted
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize(("batch_size", "q_len"), [(1, 1), (3, 4), (2, 8)])
@@ -269,3 +341,13 @@ def test_a_layer_on_the_gpu(generator, dtype, batch_size, q_len):
 def test_a_hybrid_on_the_gpu(generator, dtype, batch_size):
     worst = check_model("27b heads", dtype, "cuda", batch_size, [4, 1, 8, 8, 4, 1, 4], generator)
     print(f"{dtype}, batch {batch_size}: {worst:.1e} of the norm")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_prompts_on_the_gpu(generator, dtype):
+    """By flash-linear-attention where it is installed."""
+    name, _ = prompt_rule(getattr(torch, dtype), torch.device("cuda"))
+    layer = check_prompt_layer("27b heads", dtype, "cuda", (1, 200, 64), generator)
+    whole = check_prompt("27b heads", dtype, "cuda", (300, 65), 128, generator)
+    print(f"{name}, {dtype}: {layer:.1e} of the norm in a layer, {whole:.1e} in the model")

@@ -138,13 +138,19 @@ def test_prefill_in_chunks_gives_the_last_tokens_logits(monkeypatch):
     assert ids[:, 0].tolist() == whole[:, -1].argmax(-1).tolist()
 
 
-def test_measured_prefills_and_hybrids_without_one():
+def test_measured_prefills_also_of_a_hybrid():
     (point,) = step.points("ci", phase=["prefill"], context_len=[64], backend=["sdpa"])
     (rows,) = step.measure([point])
     assert len(rows) == 3
     assert all(row["forward_ms"] > 0 and row["kv_bytes_read"] == 2 * 2 * 2 * 32 * 4 * 64 for row in rows)
     assert "communication_ms" not in rows[0]
-    (outcome,) = step.measure([point | {"target": "random:tiny-hybrid"}])
+    assert rows[0]["delta_backend"] is None
+    points = step.points("ci", phase=["prefill"], context_len=[100], backend=["sdpa", "per_token"])
+    hybrid = [point | {"target": "random:tiny-hybrid"} for point in points]
+    for rows in step.measure(hybrid):
+        assert rows[0]["delta_backend"] == "torch chunks"
+        assert rows[0]["state_bytes"] == 2 * model_shape("tiny-hybrid").delta_state_bytes
+    (outcome,) = step.measure([hybrid[0] | {"phase": "verify", "q_len": 3, "context_len": 64}])
     assert "a hybrid runs as a captured forward only" in str(outcome)
 
 

@@ -15,7 +15,7 @@ from labkit.cost import kv_bytes_read
 from labkit.device_state import monitor
 from labkit.errors import InputError, Unsupported
 from labkit.experiments import common, step_communication
-from labkit.experiments.step_forwards import Forwards, call_shape, check_memory, kv_dtype_of
+from labkit.experiments.step_forwards import PREFILL_CHUNK, Forwards, call_shape, check_memory, kv_dtype_of
 from labkit.quality import Limits
 
 if TYPE_CHECKING:
@@ -242,9 +242,21 @@ def _facts(point: dict[str, Any], decoder: Decoder) -> dict[str, Any]:
         "gap_ms": None,
         "weight_bytes_read": shape.weight_bytes_read(point["weight_dtype"]),
         "kv_bytes_read": shape.num_attention_layers * kv_bytes_read(call),
-        "state_bytes": point["batch_size"] * (1 + point["q_len"]) * shape.delta_state_bytes,
+        **_delta_facts(point, decoder),
         "peak_memory_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
     }
+
+
+def _delta_facts(point: dict[str, Any], decoder: Decoder) -> dict[str, Any]:
+    """Of gated-delta layers: what runs them, and their states' bytes, kept per token or per pass of a prefill."""
+    from labkit.models.gated_delta_prompt import prompt_rule
+
+    shape, name, moves = decoder.shape, "recurrence_kernel", 1 + point["q_len"]
+    if point["phase"] == "prefill":
+        name, _ = prompt_rule(decoder.activation_dtype, decoder.device)
+        moves = 2 * -(-point["q_len"] // PREFILL_CHUNK)
+    state_bytes = point["batch_size"] * moves * shape.delta_state_bytes
+    return {"delta_backend": name if shape.num_delta_layers else None, "state_bytes": state_bytes}
 
 
 def _energy(call: Callable[[], object], seconds: float, device: str) -> dict[str, Any]:

@@ -116,8 +116,10 @@ class Forwards:
             self.decoder.shape.vocab_size, (first["batch_size"], longest), generator=generator, device=device
         )
         self._states = None
-        if shape.num_delta_layers and not is_prefill:  # which a hybrid does not have
-            self._states = DeltaState(shape, first["batch_size"], longest, self.decoder.activation_dtype, device)
+        self._moves_on = bool(shape.num_delta_layers) and not is_prefill  # a prompt starts anew each time
+        if shape.num_delta_layers:
+            room = 1 if is_prefill else longest
+            self._states = DeltaState(shape, first["batch_size"], room, self.decoder.activation_dtype, device)
         self._first_logits: Any = None
 
     def make(self, point: dict[str, Any]) -> Callable[[], object]:
@@ -131,7 +133,7 @@ class Forwards:
 
         tokens, context_len = self._tokens[:, : point["q_len"]], point["context_len"]
         prompts = tokens.tolist() if point["phase"] == "prefill" else []
-        how: dict[str, Any] = {"backend": point["backend"], "chunk": PREFILL_CHUNK}
+        how: dict[str, Any] = {"backend": point["backend"], "chunk": PREFILL_CHUNK, "delta_state": self._states}
 
         def call() -> Any:
             self._cache.truncate(context_len)  # another backend may have failed half-way
@@ -167,7 +169,7 @@ class Forwards:
         error = 0.0 if root.isfinite().all() else math.inf
         if self._first_logits is None:
             self._first_logits = root.clone()
-        elif self._states is None:
+        elif not self._moves_on:
             error = max(error, float((root - self._first_logits).abs().max() / self._first_logits.abs().max()))
         if error > _MAX_ERROR:
             what = "are not finite" if math.isinf(error) else f"differ from the first forward's by {error:.2g}"

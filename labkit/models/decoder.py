@@ -10,7 +10,7 @@ from torch import Tensor
 from labkit.attention.api import DEFAULT_SPEC, AttentionSpec
 from labkit.errors import InputError, Unsupported
 from labkit.kv_cache import PagedKVCache
-from labkit.models.gated_delta import DeltaLayer
+from labkit.models.gated_delta import DeltaLayer, DeltaState
 from labkit.models.layers import Layers, Taps, TensorSource
 from labkit.models.linear import Linear, make_linear
 from labkit.shapes import ModelShape
@@ -127,10 +127,12 @@ class Decoder:
         backend: str,
         chunk: int = 1024,
         taps: Taps | None = None,
+        delta_state: DeltaState | None = None,
     ) -> Tensor:
         """Run a prompt of one request in chunks behind what its cache row holds.
 
         taps : hidden states to keep, ``[1, len(token_ids), ..]``.
+        delta_state : of a hybrid; what it holds of this request moves behind the prompt, from zeros in an empty row.
 
         Returns float32 ``[vocab_size]``: logits of the last token.
 
@@ -144,11 +146,15 @@ class Decoder:
         if chunk < 1:
             raise ValueError(f"chunk must be at least 1, got {chunk}")
         row = cache.rows([request])
+        delta = None
+        if delta_state is not None:
+            delta_state.start_prompt(request, is_new=row.context_lens == [0])
+            delta = (delta_state, request)
         tokens = torch.tensor([list(token_ids)], device=self.device)
         with torch.inference_mode():
             for start, part in enumerate(tokens.split(chunk, dim=1)):
                 here = taps and Taps(taps.layers, taps.out[:, start * chunk : start * chunk + part.shape[1]])
-                hidden = self._trunk(part, row, backend=backend, taps=here)
+                hidden = self._trunk(part, row, backend=backend, taps=here, delta=delta)
             logits = self._logits(hidden[:, -1:])
         return logits[0, 0].clone()
 
@@ -163,8 +169,8 @@ class Decoder:
 
     def _trunk(self, token_ids: Tensor, cache: PagedKVCache, *, taps: Taps | None, **options: Any) -> Tensor:
         """Hidden states before the final norm ``[batch_size, q_len, hidden_size]``."""
-        if self.shape.num_delta_layers or self.shape.output_gate:
-            raise Unsupported(f"{self.name}: a hybrid runs as a captured forward only (StaticForward)")
+        if self.shape.num_delta_layers and options.get("delta") is None:
+            raise Unsupported(f"{self.name}: a hybrid runs as a captured forward only, or prefills a delta_state")
         self._check(token_ids, cache)
         hidden = self.embed(token_ids)
         self._stack.run(hidden, cache, taps=taps, **options)

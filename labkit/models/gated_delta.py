@@ -70,6 +70,14 @@ class DeltaState:
         self.slot = torch.zeros(batch_size, dtype=torch.int32, device=device)
         self.num_kept = torch.zeros(batch_size, dtype=torch.int32, device=device)
 
+    def start_prompt(self, request: int, *, is_new: bool) -> None:
+        """Put the valid state and columns of a request to the front, or zeros, for a prompt to go on from there."""
+        slot, kept = int(self.slot[request]), int(self.num_kept[request])
+        states, columns = self.states[:, request], self.columns[:, request]
+        states[:, 0] = 0 if is_new else states[:, slot]
+        columns[:, : CONV_WIDTH - 1] = 0 if is_new else columns[:, kept : kept + CONV_WIDTH - 1].clone()
+        self.slot[request] = self.num_kept[request] = 0
+
     def keep(self, num_tokens: Sequence[int]) -> None:
         """Go on after the first `num_tokens` (1 or more) of the last step of each request."""
         kept = torch.tensor(num_tokens, dtype=torch.int32)

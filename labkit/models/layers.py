@@ -11,7 +11,8 @@ from torch import Tensor
 from labkit.attention.api import DEFAULT_SPEC, AttentionSpec, prepare
 from labkit.kv_cache import PagedKVCache
 from labkit.models.device_place import DevicePlace
-from labkit.models.gated_delta import DeltaLayer, delta_weights
+from labkit.models.gated_delta import DeltaLayer, DeltaState, delta_weights
+from labkit.models.gated_delta_prompt import mix_prompt
 from labkit.models.linear import Float8Linear, Linear, activation_dtype, make_linear, resolve_linear_backend
 from labkit.models.norm import RMSNorm
 from labkit.models.rope import RopeScaling, pairs_from_halves, rope_table
@@ -163,6 +164,7 @@ class Layers:
         depths: Tensor | None = None,
         qkv_input: Tensor | None = None,
         taps: Taps | None = None,
+        delta: tuple[DeltaState, int] | None = None,
     ) -> Tensor:
         """Run ``[batch_size, q_len, hidden_size]`` behind what the cache holds; advances it by `q_len`.
 
@@ -170,6 +172,7 @@ class Layers:
         cache : a place on the device brings its own attention, whatever `backend` and `spec` are.
         depths : int64 ``[batch_size, q_len]``, positions counted from the context's end; 0, 1, 2, .. when None.
         qkv_input : ``[batch_size, q_len, qkv_width]`` in place of the first layer's normed input.
+        delta : of a hybrid: its states, and the request among them whose prompt this is.
         """
         batch_size, q_len, width = hidden.shape
         dtype = self.activation_dtype
@@ -178,14 +181,23 @@ class Layers:
         q, k, v = self._split(staged)
         attention = cache if isinstance(cache, DevicePlace) else prepare(q, cache, backend=backend, spec=spec)
         attended = attention.out.view(batch_size * q_len, -1)
+        num_attention = num_delta = 0
         for index, layer in enumerate(self.layers):
-            assert isinstance(layer, AttentionLayer)
             first = qkv_input is not None and index == 0
             entered = qkv_input.flatten(0, 1) if first else layer.attention_norm(flat)  # type: ignore[union-attr]
-            self._rotate(layer, entered, rotation, rotated, staged)
-            cache.append(index, k, v)
-            attention.run(q, index, attention.out)
-            flat.add_(layer.attention_out(attended.to(dtype)))
+            if isinstance(layer, DeltaLayer):
+                assert delta is not None
+                mixed = mix_prompt(layer, entered, *delta, num_delta, self.shape)
+                num_delta += 1
+            else:
+                gate = self._rotate(layer, entered, rotation, rotated, staged)
+                cache.append(num_attention, k, v)
+                attention.run(q, num_attention, attention.out)
+                mixed = attended.to(dtype)
+                if self.shape.output_gate:
+                    mixed = mixed * gate.sigmoid()
+                num_attention += 1
+            flat.add_(layer.attention_out(mixed))
             gate, up = layer.gate_up(layer.mlp_norm(flat)).chunk(2, dim=1)
             flat.add_(layer.down(F.silu(gate).mul_(up)))
             if taps is not None:
@@ -223,15 +235,17 @@ class Layers:
     def _split(self, staged: Tensor) -> tuple[Tensor, ...]:
         return staged.split([self.shape.num_qo_heads, self.shape.num_kv_heads, self.shape.num_kv_heads], dim=2)
 
-    def _rotate(self, layer: AttentionLayer, x: Tensor, rotation: Tensor, rotated: Tensor, staged: Tensor) -> None:
-        """q, k and v of ``[rows, qkv_width]``, normed and turned, into `staged`."""
-        qkv = layer.qkv(x)
+    def _rotate(self, layer: AttentionLayer, x: Tensor, rotation: Tensor, rotated: Tensor, staged: Tensor) -> Tensor:
+        """q, k and v of ``[rows, qkv_width]``, normed and turned, into `staged`. Returns the output gate's columns."""
+        product, width = layer.qkv(x), 2 * rotation.shape[1]
+        qkv = product[:, :width]
         if layer.qk_norm is not None:
             qk = qkv.view(qkv.shape[0], -1, self.shape.head_dim)[:, : self._num_qk_heads]
             qk.copy_(layer.qk_norm(qk))
         torch.mul(qkv.float().view(torch.complex64), rotation, out=rotated)
         if self.dtype != torch.float32:
             staged.copy_(torch.view_as_real(rotated).view_as(staged))
+        return product[:, width:]
 
     def _rotation(self, q_len: int, cache: PagedKVCache | DevicePlace, depths: Tensor | None) -> Tensor:
         """complex64 ``[batch_size * q_len, all heads * head_dim / 2]``: turns q and k, leaves v. No host sync."""
