@@ -39,7 +39,7 @@ _PART_PROMPTS = 30_000  # that one seed makes and one file of text holds
 _HELD_OUT = 256  # answers that only measure the loss
 _STATES_SHARE = 0.6  # of the free memory, for the target's states
 _SHOWN_STEPS = 100
-_STAGES = (0.02, 0.1, 0.4, 1.0)  # shares of the training after which heads are written and tried
+_STAGES = (0.05, 0.15, 0.4, 1.0)  # shares of the training after which heads are written and tried
 _GENERATION_SHARE = 0.35  # of the budget, at most
 _FINAL_RESERVE_S = 45.0  # of the budget, for the last stage's trial
 
@@ -200,13 +200,15 @@ class Trainer:
         """All steps, or as many as the budget allows; the learning rate falls with whichever is nearer its end."""
         num_steps, source, stages = self.settings["num_steps"], self.steps(), list(_STAGES)
         kept = self._gradient_steps(self.held_out)
-        begin = self.elapsed()
-        end = max(self.budget_s - _FINAL_RESERVE_S, begin + 1)
+        begin, end = self.elapsed(), 0.0
         generator = torch.Generator().manual_seed(self.seed)
         step, done = 0, 0.0
         while done < 1:
             steps, rows, size = next(source)
             step += 1
+            if step == 1:  # all states are there now
+                begin = self.elapsed()
+                end = max(self.budget_s - _FINAL_RESERVE_S, begin + 1)
             done = max(step / num_steps, (self.elapsed() - begin) / (end - begin))
             falling = 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
             results = steps(rows, size, generator)
@@ -223,8 +225,9 @@ class Trainer:
                 shown = (f"{head.layout} loss {head.losses[-1]} right {head.accuracy[-1]}" for head in self.heads)
                 self.say(f"step {step}: {'; '.join(shown)}")
             if done >= stages[0]:
-                stages = [share for share in stages if share > done]
+                stages, start = [share for share in stages if share > done], self.elapsed()
                 self.finish_stage(step, self._held_out_losses(kept), final=done >= 1)
+                begin = min(begin + self.elapsed() - start, end - 1)  # a trial is no training
 
     def _held_out_losses(self, kept: GradientSteps) -> dict[str, float]:
         """Mean loss of each head over answers that it did not learn from."""
