@@ -12,7 +12,7 @@ import pytest
 from labkit import cli, paths
 from labkit.check import check_run
 from labkit.errors import InputError
-from labkit.publish.bundle import MAX_FILES, bundle, reproduce
+from labkit.publish.bundle import MAX_FILES, _claim_text, bundle, reproduce
 from labkit.publish.claims import Claim, consistent
 from labkit.replay.run import Options, replay
 from labkit.replay.scenes import scene
@@ -22,7 +22,9 @@ from tests.fault_server import FaultServer
 SECRETS = ("hf_abcdefghijklmnop1234", "someuser42", "host-of-mine", "/home/", "s3cr3tpassw0rd")
 
 
-def planted_run(folder, run_id="20260101T000000Z-aaaaaa", speed=1.5, noise=0.01, seed=0, gpu="nvidia-h200", **sidecar):
+def planted_run(
+    folder, run_id="20260101T000000Z-aaaaaa", speed=1.5, noise=0.01, seed=0, gpu="nvidia-h200", quality="ok", **sidecar
+):
     """A replay run of two endpoints, b `speed` times as fast as a."""
     rng, rows = np.random.default_rng(seed), []
     for prompt in range(6):
@@ -40,13 +42,30 @@ def planted_run(folder, run_id="20260101T000000Z-aaaaaa", speed=1.5, noise=0.01,
                     | {"record": "request", "endpoint": endpoint, "launch": f"start-{endpoint}", "scene": "content"}
                     | {"stage": "measured", "concurrency": 1, "target": "tiny", "prompt_id": f"p{prompt}"}
                     | {"chunk_ms": [10 + gap * i for i in range(9)], "num_chunks": 9, "num_output_tokens": 9}
-                    | {"ttft_ms": 10.0, "output_text": f"text {prompt}", "request_digest": f"d{prompt}"}
+                    | {
+                        "quality": quality,
+                        "ttft_ms": 10.0,
+                        "output_text": f"text {prompt}",
+                        "request_digest": f"d{prompt}",
+                    }
                 )
     values = {name: [row[name] for row in rows] for name in rows[0]}
     path = folder / "replay" / gpu / f"{run_id}.parquet"
     provenance = {"device": {"name": "NVIDIA H200", "slug": gpu, "sm_clock_max_mhz": 1980.0, "power_limit_w": 700.0}}
     content = {"run_id": run_id, "experiment": "replay", "gpu": gpu, "provenance": provenance, **sidecar}
     return write_run(path, [build_table("replay", values)], content)
+
+
+def test_a_claim_tells_doubtful_samples_and_both_units(tmp_path):
+    mine = planted_run(tmp_path / "mine", quality="device shared (others had 40% of it); unstable")
+    with zipfile.ZipFile(bundle([str(mine)], tmp_path / "b.zip")) as archive:
+        text = archive.read("CLAIM.md").decode()
+    assert "Doubtful samples, of 60: 60 device shared, 60 unstable." in text
+    claim = Claim("speedup", {"decode_backend": "per_token|sdpa"}, 1.5, 1.1, 2.0, 12, 8)
+    assert claim.units() == "12 rounds, 8 prompts"
+    row = _claim_text([claim], [read_sidecar(mine)], "").splitlines()[-1]
+    assert row.replace("\\|", "").count("|") == 5
+    assert "Doubtful" not in row
 
 
 def test_claim_and_reproduce(tmp_path):

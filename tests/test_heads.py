@@ -384,7 +384,7 @@ def edited(folder, config=None, tensors=None):
             "autoregressive",
             None,
             {"fc.weight": torch.zeros(128, 384)},
-            r"fc.weight must have shape \(128, 256\) for target",
+            r"fc.weight has shape \(128, 384\), its config.json \(hidden size 128\) and target .* want \(128, 256\)",
         ),
         ("autoregressive", None, {"d2t": torch.full((100,), 500)}, "d2t maps to 500..599, target random:tiny has 512"),
         ("block", {"architectures": ["DominoDraftModel"]}, None, "wanted an EAGLE-3, MTP or DFlash head"),

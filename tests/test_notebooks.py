@@ -169,6 +169,20 @@ def test_session_takes_one_device(tmp_path, capsys):
     )
 
 
+def test_draft_costs_are_of_the_device_that_timed_the_drafters(tmp_path, capsys):
+    h200 = dataclasses.replace(CPU, gpu="nvidia-h200")
+    write_runs(tmp_path, CPU, ("loop", "acceptance"))
+    session = Session(preset="gpu", data_dir=str(tmp_path))
+    greedy = session.rows("acceptance")
+    frame = loop_rows(h200).assign(run_id="20260201T000000Z-dddddd")
+    write_run_of(frame, tmp_path, h200, "loop")
+    assert set(session.draft_costs(greedy)["gpu"]) == {"nvidia-h200"}
+    frame.loc[frame["drafter"].notna(), "drafter"] = "another"
+    write_run_of(frame, tmp_path, h200, "loop")
+    assert set(session.draft_costs(greedy)["gpu"]) == {CPU.gpu}
+    assert "1 of these drafters were timed on cpu-amd-epyc" in capsys.readouterr().out
+
+
 def test_session_measures_when_told_to(tmp_path, monkeypatch):
     (path,) = write_runs(tmp_path, CPU, ("acceptance",))
     asked = []

@@ -69,6 +69,15 @@ def test_a_fault_is_a_row_and_the_replay_goes_on(tmp_path, behaviour, fault, sta
     assert len(report.request_table(rows)) == 2
 
 
+@pytest.mark.parametrize("behaviour", ["wrong_usage", "duplicate", "cut"])
+def test_a_pass_with_a_fault_has_no_rate(tmp_path, behaviour):
+    with FaultServer(default=behaviour) as server:
+        rows, _, _ = run([server], [small("content", workloads=("prose",))], tmp_path)
+    (arm,) = report.summary(rows).to_dict("records")
+    assert arm["num_failed"] > 0
+    assert np.isnan(arm["output_tokens_per_s"])
+
+
 @pytest.mark.parametrize(("behaviour", "fault"), [("http_429", "http_429"), ("http_500", "http_5xx")])
 def test_refusals_are_retried_and_every_attempt_is_a_row(tmp_path, behaviour, fault):
     with FaultServer() as server:

@@ -103,6 +103,20 @@ def test_nothing_checked_is_not_correct(capsys, backend_file):
     assert "NOT CHECKED" in capsys.readouterr().out
 
 
+def test_a_kernel_that_ends_its_process_is_reported(capsys, backend_file):
+    text = RIGHT.replace("    def run(q, layer, out, lse):", "    def run(q, layer, out, lse):\n        os.abort()")
+    assert main(["try", "mine", *backend_file("import os\n" + text), *SMALL]) == 1
+    assert "mine: the process that ran it was killed by SIGABRT" in capsys.readouterr().out
+
+
+def test_a_file_that_exits_and_a_prepare_that_returns_too_little_are_refused(capsys, backend_file):
+    assert main(["try", "mine", *backend_file("import sys\nsys.exit(0)"), *SMALL]) == 2
+    assert "backend file mine.py failed: SystemExit: 0" in capsys.readouterr().err
+    text = RIGHT.partition("    return run, ")[0] + "    return run\n"
+    assert main(["try", "mine", *backend_file(text), *SMALL]) == 2
+    assert "backend 'mine': prepare must return (run, info)" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [
@@ -135,13 +149,13 @@ def test_full_matrix_reports_reasons_and_stops_after_three_faults(capsys, backen
     monkeypatch.setattr(matrix, "KV_LENS", (1, 127))
     monkeypatch.setattr(matrix, "HEAD_DIMS", (64,))
     monkeypatch.setattr(matrix, "GROUP_SIZES", (4,))
-    assert main(["try", "sdpa", "--full", *SMALL]) == 0
-    captured = capsys.readouterr()
-    assert "correct on 72 of 72 shapes" in captured.out
-    assert "float32, bfloat16, float16" in captured.out  # why float8 keys are not supported
-    assert "check sdpa 96/96" in captured.err
-    assert main(["try", "mine", "--full", *backend_file(WRONG), *SMALL]) == 1
-    assert capsys.readouterr().out.count("WRONG") == 3
+    found = trial.try_backend("sdpa", full=True, assignments=SMALL[1:])
+    assert found["correct"]
+    assert "correct on 72 of 72 shapes" in trial.render(found)
+    assert "float32, bfloat16, float16" in trial.render(found)  # why float8 keys are not supported
+    assert "check sdpa 96/96" in capsys.readouterr().err
+    api.load_backend_file(backend_file(WRONG)[1])
+    assert trial.render(trial.try_backend("mine", full=True, assignments=SMALL[1:])).count("WRONG") == 3
 
 
 def test_wrong_only_at_the_timed_size_is_exit_1():

@@ -175,7 +175,10 @@ def prepare(
         raise ValueError(f"out must be {wanted}, got {out.dtype} {tuple(out.shape)}")
     out.fill_(math.nan)
     lse = torch.full(q.shape[:3], math.nan, device=q.device) if spec.return_lse else None
-    run, info = entry.prepare(q, cache, spec)
+    made = entry.prepare(q, cache, spec)
+    if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0]) and isinstance(made[1], dict)):
+        raise InputError(f"backend {backend!r}: prepare must return (run, info), a callable and a dict; got {made!r}")
+    run, info = made
     info = {"num_programs": None, "num_splits": None, "kv_passes": None} | info
     return PreparedAttention(backend, run, info, q, out, lse, lambda: entry.prepare(q, cache, spec))
 

@@ -133,7 +133,7 @@ def load_backend_file(path: str | Path) -> list[str]:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script that exits is no backend either
         raise InputError(f"backend file {file.name} failed: {type(error).__name__}: {error}") from error
     if hasattr(module, "NAME"):
         if not isinstance(module.NAME, str):

@@ -58,8 +58,8 @@ class Checkpoint:
     shape: ModelShape
     rope_scaling: RopeScaling | None
     taps: tuple[int, ...]
-    target: Decoder
     tensors: dict[str, tuple[Any, str]]  # name -> an open file, and the name in there
+    target: Decoder
 
     def __call__(self, name: str, size: tuple[int, ...]) -> Tensor:
         """A tensor. Raises InputError: it is missing, or its shape is not what this target asks for."""
@@ -68,9 +68,9 @@ class Checkpoint:
         handle, stored = self.tensors[name]
         size_found = tuple(handle.get_slice(stored).get_shape())
         if size_found != size:
-            target = f"{self.target.name} (hidden size {self.target.shape.hidden_size}, taps {self.taps})"
-            wanted = f"tensor {name} must have shape {size} for target {target}"
-            raise InputError(f"draft model {self.name}: {wanted}, got {size_found}")
+            target = f"target {self.target.name} (hidden size {self.target.shape.hidden_size}, taps {self.taps})"
+            wanted = f"its config.json (hidden size {self.shape.hidden_size}) and {target} want {size}"
+            raise InputError(f"draft model {self.name}: tensor {name} has shape {size_found}, {wanted}")
         return handle.get_tensor(stored)
 
     def optional(self, name: str, size: tuple[int, ...]) -> Tensor | None:
@@ -103,7 +103,16 @@ def read_checkpoint(folder: str | Path, target: Decoder) -> Checkpoint:
     Raises InputError: no such folder, no known layout, or a hidden size, tapped layer or vocabulary that is not the
     target's; the message names both sides.
     """
-    folder = Path(folder)
+    return Checkpoint(**_parts(Path(folder), target.name, target.shape), target=target)
+
+
+def check_checkpoint(folder: Path, name: str, shape: ModelShape) -> None:
+    """Hold a drafter's folder against the shape of a target; raises as `read_checkpoint`."""
+    _parts(folder, name, shape)
+
+
+def _parts(folder: Path, target_name: str, target: ModelShape) -> dict[str, Any]:
+    """All fields of a `Checkpoint` but its target."""
     if not folder.is_dir():
         raise InputError(f"draft model must be a folder with config.json and safetensors, got {str(folder)!r}")
     name, path = folder.resolve().name, folder / "config.json"
@@ -117,9 +126,11 @@ def read_checkpoint(folder: str | Path, target: Decoder) -> Checkpoint:
     shape, scaling = parse_config({"model_type": "llama"} | config, path, name)
     if layout == "mtp":
         tensors = {key: handle for key, handle in tensors.items() if not re.search("embed_tokens|head", key)}
-    _check(config, shape, target, name, own_embedding="embed_tokens.weight" in tensors)
-    taps = _taps(config, layout, shape, target, name)
-    return Checkpoint(name, folder, layout, config, shape, scaling, taps, target, tensors)
+    facts = (target, target_name, name)
+    _check(config, shape, *facts, own_embedding="embed_tokens.weight" in tensors)
+    taps = _taps(config, layout, shape, *facts)
+    found = {"name": name, "folder": folder, "layout": layout, "config": config, "shape": shape}
+    return found | {"rope_scaling": scaling, "taps": taps, "tensors": tensors}
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:
@@ -163,8 +174,10 @@ def _renamed(name: str, layout: str) -> str:
     return name
 
 
-def _check(config: dict[str, Any], shape: ModelShape, target: Decoder, name: str, *, own_embedding: bool) -> None:
-    hidden, vocabulary = target.shape.hidden_size, target.shape.vocab_size
+def _check(
+    config: dict[str, Any], shape: ModelShape, target: ModelShape, target_name: str, name: str, *, own_embedding: bool
+) -> None:
+    hidden, vocabulary = target.hidden_size, target.vocab_size
     pairs = [("vocabulary of", shape.vocab_size, vocabulary)]
     pairs.append(
         (
@@ -176,19 +189,21 @@ def _check(config: dict[str, Any], shape: ModelShape, target: Decoder, name: str
     for what, draft, own in pairs:
         if draft != own:
             raise InputError(
-                f"draft model {name}: its {what} is {draft}, target {target.name} has {own}".replace(
+                f"draft model {name}: its {what} is {draft}, target {target_name} has {own}".replace(
                     "vocabulary of is", "vocabulary is"
                 )
             )
     layers = config.get("num_target_layers")
-    if layers is not None and layers != target.shape.num_layers:
+    if layers is not None and layers != target.num_layers:
         raise InputError(
-            f"draft model {name}: made for {layers} target layers, target {target.name} has {target.shape.num_layers}"
+            f"draft model {name}: made for {layers} target layers, target {target_name} has {target.num_layers}"
         )
 
 
-def _taps(config: dict[str, Any], layout: str, shape: ModelShape, target: Decoder, name: str) -> tuple[int, ...]:
-    count = target.shape.num_layers
+def _taps(
+    config: dict[str, Any], layout: str, shape: ModelShape, target: ModelShape, target_name: str, name: str
+) -> tuple[int, ...]:
+    count = target.num_layers
     if layout == "mtp":
         return (count,)
     taps = config.get("taps")
@@ -199,6 +214,6 @@ def _taps(config: dict[str, Any], layout: str, shape: ModelShape, target: Decode
         taps = [count // 2] if n == 1 else [round(1 + (count - 4) * i / (n - 1)) for i in range(n)]
     if not isinstance(taps, list) or not all(isinstance(tap, int) and 0 <= tap < count for tap in taps):
         vllm = [tap + 1 if isinstance(tap, int) else tap for tap in taps]
-        own = f"target {target.name} has {count}: 0 to {count - 1}"
+        own = f"target {target_name} has {count}: 0 to {count - 1}"
         raise InputError(f"draft model {name}: taps layers {taps} (vLLM numbering {vllm}), {own}")
     return tuple(taps)

@@ -63,7 +63,9 @@ def _name_workloads(points: list[dict[str, Any]]) -> tuple[list[dict[str, Any]],
 
 def _name_drafters(points: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Points with heads called by what their folders hold, and where those lie."""
+    from labkit.drafting.checkpoint import check_checkpoint
     from labkit.drafting.named import drafter_folder, split_name
+    from labkit.experiments.common import target_shape
     from labkit.models.identity import model_identity
 
     names: dict[str, str] = {}
@@ -72,6 +74,7 @@ def _name_drafters(points: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], 
         folder, option = drafter_folder(name, target), split_name(name)[1]
         names[name] = name
         if folder is not None:
+            check_checkpoint(folder, target, target_shape(target))
             names[name] = model_identity(str(folder)) + (f"+{option}" if option else "")
             folders[names[name]] = str(folder.resolve())
     named = [point | {"drafter": names[point["drafter"]]} if point.get("drafter") else point for point in points]

@@ -1,7 +1,10 @@
 """`labkit try`: is a backend right, how fast is it here, and how far from the floor and from another backend?"""
 
 import argparse
+import signal
 from itertools import groupby
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -9,7 +12,7 @@ import pandas as pd
 
 from labkit.axes import parse_axes
 from labkit.decide.ratios import ratio_table
-from labkit.errors import InputError
+from labkit.errors import BackendUnavailable, InputError
 from labkit.experiments import attention, common
 from labkit.plots.attention_table import cell_table
 from labkit.plots.style import format_tokens
@@ -122,14 +125,41 @@ def render(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def run_from_arguments(arguments: argparse.Namespace) -> tuple[dict[str, Any], str, int]:
-    """`labkit try` with parsed arguments. 0 when the backend is right, else 1."""
-    if arguments.backend_file:
-        from labkit.attention.api import load_backend_file
+def _child(pipe: Connection, asked: dict[str, Any], backend_file: str | None) -> None:
+    """`try_backend` in a process of its own; what is bad input goes back as text."""
+    try:
+        if backend_file:
+            from labkit.attention.api import load_backend_file
 
-        load_backend_file(arguments.backend_file)
-    found = try_backend(
-        arguments.backend, against=arguments.against, assignments=arguments.assignments, full=arguments.full
-    )
+            load_backend_file(backend_file)
+        pipe.send(try_backend(**asked))
+    except (InputError, BackendUnavailable) as error:
+        pipe.send(str(error))
+
+
+def run_from_arguments(arguments: argparse.Namespace) -> tuple[dict[str, Any], str, int]:
+    """`labkit try` with parsed arguments. 0 when the backend is right, else 1.
+
+    It runs in a process of its own, which a kernel may end.
+    """
+    asked = {name: getattr(arguments, name) for name in ("backend", "against", "assignments", "full")}
+    context = get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_child, args=(sender, asked, arguments.backend_file))
+    child.start()
+    sender.close()  # so that the end of the child is the end of the pipe
+    try:
+        found = receiver.recv()
+    except EOFError:
+        child.join()
+        code = child.exitcode or 0
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        shown = {"backend": arguments.backend, "correct": False, "cells": [], "reason": f"the process was {how}"}
+        return shown, f"{arguments.backend}: the process that ran it was {how}", 1
+    finally:
+        child.kill()
+        child.join()
+    if isinstance(found, str):
+        raise InputError(found)
     shown = {name: value for name, value in found.items() if name != "text"}
     return shown, render(found), 0 if found["correct"] else 1

@@ -14,6 +14,7 @@ import secrets
 import stat
 import tempfile
 import zipfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,13 @@ from labkit.decide.compare import compare_runs
 from labkit.errors import InputError
 from labkit.provenance import ENV_VARS, redact, without_folders
 from labkit.publish.claims import ESTIMATORS, EXCLUDED, UNITS, Claim, claims_of, compare_claims, from_dicts
+from labkit.quality import kinds
 from labkit.results import RUN_ID, file_digest, read_sidecar, read_table, run_files, write_run
 from labkit.schema import TEXT, arrow_schema
 
 MAX_FILES, MAX_FILE_BYTES, MAX_TOTAL_BYTES, MAX_RATIO = 2000, 1 << 30, 4 << 30, 500
 _NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.@-]*/)*[A-Za-z0-9_][A-Za-z0-9_.@-]*")
+BAR = "\\|"  # of a value, in a table of Markdown
 _STAMP = (1980, 1, 1, 0, 0, 0)
 _ANONYMOUS_DROPS = {
     *("commit", "dirty", "command", "platform", "python", "time", "started", "ended", "sessions", "launch", "grid"),
@@ -58,7 +61,7 @@ def bundle(names: Sequence[str], out: Path, *, anonymous: bool = False) -> Path:
         contents |= {f"figures/{file.name}": file.read_bytes() for file in figures}
     made = {"claims": [vars(claim) for claim in claims], "labkit": __version__, "anonymous": anonymous}
     contents["claim.json"] = _json(made)
-    contents["CLAIM.md"] = _claim_text(claims, sidecars).encode()
+    contents["CLAIM.md"] = _claim_text(claims, sidecars, _doubts(runs)).encode()
     contents["reproduce.sh"] = _script(sidecars).encode()
     contents["manifest.json"] = _json(
         {name: hashlib.sha256(data).hexdigest() for name, data in sorted(contents.items())}
@@ -151,7 +154,15 @@ def _json(content: Any) -> bytes:
     return json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False, default=str).encode() + b"\n"
 
 
-def _claim_text(claims: Sequence[Claim], sidecars: Sequence[dict[str, Any]]) -> str:
+def _doubts(runs: Sequence[Path]) -> str:
+    """How many samples of the runs are doubtful, and why."""
+    qualities = [text for run in runs for text in read_table(run)["quality"].to_pylist()]
+    found = Counter(kind for text in qualities if text not in (None, "ok") for kind in kinds(text))
+    told = ", ".join(f"{count} {kind}" for kind, count in found.most_common())
+    return f" Doubtful samples, of {len(qualities)}: {told}." if told else ""
+
+
+def _claim_text(claims: Sequence[Claim], sidecars: Sequence[dict[str, Any]], doubts: str) -> str:
     """One paragraph to paste, then every claim as a table."""
     devices = sorted({_device_text(sidecar) for sidecar in sidecars})
     if not claims:
@@ -160,14 +171,15 @@ def _claim_text(claims: Sequence[Claim], sidecars: Sequence[dict[str, Any]]) -> 
     conditions = ", ".join(f"{name} {value}" for name, value in first.conditions.items() if value is not None)
     base = first.conditions.get("decode_backend") or first.conditions.get("a") or "plain decode"
     lines = [
-        f"**{first.metric.replace('_', ' ')} {first.text()}** (n = {first.n}; {conditions}). "
+        f"**{first.metric.replace('_', ' ')} {first.text()}** (n = {first.units()}; {conditions}). "
         f"Estimator: {ESTIMATORS[first.metric]}. Unit: {UNITS[first.metric]}. Baseline: {base}. "
-        f"Not counted: {EXCLUDED[first.metric]}. Measured on {'; '.join(devices)}.",
+        f"Not counted: {EXCLUDED[first.metric]}. Measured on {'; '.join(devices)}.{doubts}",
         *("", "| metric | value | n | conditions |", "|---|---|---|---|"),
     ]
     for claim in claims:
         conditions = ", ".join(f"{name} {value}" for name, value in claim.conditions.items() if value is not None)
-        lines.append(f"| {claim.metric} | {claim.text()} | {claim.n} | {conditions} |")
+        cells = (claim.metric, claim.text(), claim.units(), conditions)
+        lines.append(f"| {' | '.join(cell.replace('|', BAR) for cell in cells)} |")
     return "\n".join(lines) + "\n"
 
 

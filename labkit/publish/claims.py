@@ -7,7 +7,7 @@ alone have no claim.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,10 @@ _NAMED = ("gpu", "decode_backend")
 
 @dataclass(frozen=True)
 class Claim:
-    """One number. ``n``: units behind it; low and high are None where there is no interval."""
+    """One number. low and high are None where there is no interval.
+
+    n : units behind it; for a speed-up the rounds, with `num_prompts` of the acceptance beside them.
+    """
 
     metric: str
     conditions: Mapping[str, Any]
@@ -62,6 +65,11 @@ class Claim:
     low: float | None
     high: float | None
     n: int
+    num_prompts: int | None = None
+
+    def units(self) -> str:
+        """``12 rounds, 8 prompts``."""
+        return f"{self.n} rounds, {self.num_prompts} prompts" if self.num_prompts else str(self.n)
 
     def text(self) -> str:
         """``1.84x [1.77, 1.91]``."""
@@ -110,7 +118,8 @@ def _of_loop(files: Sequence[Path], acceptance: Sequence[Path]) -> Iterable[Clai
 def _of_cells(result: Breakeven, metric: str) -> Iterable[Claim]:
     for cell in result.cells.to_dict("records"):
         if not is_missing(cell[metric]):
-            yield _of_cell(cell, metric, _CONDITIONS, metric, int(cell["num_rounds"]))
+            prompts = None if metric != "speedup" or is_missing(cell["num_prompts"]) else int(cell["num_prompts"])
+            yield replace(_of_cell(cell, metric, _CONDITIONS, metric, int(cell["num_rounds"])), num_prompts=prompts)
 
 
 def _of_cell(cell: Mapping[Any, Any], metric: str, names: Iterable[str], column: str, n: int) -> Claim:
@@ -167,7 +176,15 @@ def from_dicts(items: Iterable[Mapping[str, Any]]) -> list[Claim]:
     """Claims from JSON. InputError: not what a bundle holds."""
     try:
         return [
-            Claim(str(i["metric"]), dict(i["conditions"]), float(i["value"]), i["low"], i["high"], int(i["n"]))
+            Claim(
+                str(i["metric"]),
+                dict(i["conditions"]),
+                float(i["value"]),
+                i["low"],
+                i["high"],
+                int(i["n"]),
+                None if i.get("num_prompts") is None else int(i["num_prompts"]),
+            )
             for i in items
         ]
     except (KeyError, TypeError, ValueError) as error:

@@ -115,7 +115,8 @@ def summary(rows: pd.DataFrame) -> pd.DataFrame:
         by_prompt = mine.groupby("prompt_id")
         times = {name: float(by_prompt[name].median().median()) if len(mine) else np.nan for name in _TIMES}
         passes = part[(part["record"] == "counters") & (part["stage"] == "measured")]
-        seconds = passes["duration_ms"].sum() / 1e3
+        whole = passes[passes["num_output_tokens"].notna()]
+        seconds = whole["duration_ms"].sum() / 1e3
         counted = passes if passes["num_accepted_tokens"].notna().any() else mine
         attempts = part[part["record"] == "request"]
         found.append(
@@ -124,7 +125,7 @@ def summary(rows: pd.DataFrame) -> pd.DataFrame:
                 "num_failed": int(attempts["fault"].notna().sum()),
                 "faults": ", ".join(f"{n} {f}" for f, n in attempts["fault"].value_counts().items()),
                 **times,
-                "output_tokens_per_s": float(passes["num_output_tokens"].sum() / seconds) if seconds else np.nan,
+                "output_tokens_per_s": float(whole["num_output_tokens"].sum() / seconds) if seconds else np.nan,
                 **_acceptance(counted),
                 "cached_share": _share(mine["num_cached_tokens"], mine["num_prompt_tokens"]),
                 "energy_per_token_j": _share(

@@ -95,7 +95,8 @@ class Session:
         row = {name: getattr(record, name) for name in COUNTS} if record else {}
         if record and (rates := record.acceptance_rate_per_pos) and record.num_drafted_steps:
             row["accepted_per_pos"] = [float(round(rate * record.num_drafted_steps)) for rate in rates]
-        tokens = [reply.count("completion_tokens") for reply in replies]
+        # A pass with a reply that failed, or that did not tell, has no rate of tokens.
+        tokens = [None if reply.fault else reply.count("completion_tokens") for reply in replies]
         total = None if None in tokens else sum(filter(None, tokens))
         row |= {"duration_ms": 1e3 * seconds, "num_output_tokens": total}
         if total and row.get("num_accepted_tokens") is not None and row["num_verify_steps"] is None:
