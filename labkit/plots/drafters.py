@@ -65,9 +65,11 @@ def plot_length_against_draft_cost(acceptance: pd.DataFrame, loop: pd.DataFrame,
         for _, group in rows.groupby(np.concatenate([[0], near])):
             place = tuple(group[["draft_ms", "mean_acceptance_length"]].mean())
             ks = ", ".join(f"{k:.0f}" for k in sorted(group["num_speculative_tokens"]))
-            ax.annotate(ks, place, (-4, 3), textcoords="offset points", fontsize=6, ha="right")
+            # On the left, where the ticks' labels begin, to the right of the mark.
+            side, shift = ("left", 5) if place[0] < 0.05 * table["draft_ms"].max() else ("right", -4)
+            ax.annotate(ks, place, (shift, 3), textcoords="offset points", fontsize=6, ha=side)
         ends.add(x.max(), y[np.argmax(x)], drafter_label(name), color=styles[name].color)
-    ax.set_xlim(0, 1.06 * table["draft_ms"].max())
+    ax.set_xlim(-0.03 * table["draft_ms"].max(), 1.06 * table["draft_ms"].max())
     ax.set_xlabel("draft time per step (ms); numbers at marks: k")
     ax.set_ylabel("tokens per verify step\n(pooled, bonus counted)")
     return ax
