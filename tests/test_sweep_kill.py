@@ -106,7 +106,7 @@ def test_fifteen_kills(tmp_path):
 
 @pytest.mark.soak
 def test_two_hundred_kills(tmp_path):
-    assert_survives_kills(tmp_path, num_kills=200, num_points=2000, seed=2)
+    assert_survives_kills(tmp_path, num_kills=200, num_points=6000, seed=2)
 
 
 def test_a_worker_hanging_in_native_code_dies_with_its_parent(tmp_path):
