@@ -28,6 +28,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from labkit.axes import parse_size
 from labkit.device_state import monitor
 from labkit.errors import InputError, Unsupported
 from labkit.executor import WorkerProcess
@@ -300,19 +301,14 @@ class Workers:
         raise errors.get(outcome["status"], RuntimeError)(f"{outcome['status']}: {outcome['reason']}")
 
 
-def integers(text: str) -> list[int]:
-    """What ``0,3,7`` says."""
-    return [int(part) for part in text.split(",")]
-
-
 def cells_of(text: str) -> dict[int, list[int]]:
     """Contexts by batch size, from ``batch:context,...``. Raises InputError."""
     found: dict[int, list[int]] = {}
     for part in text.split(","):
-        if not re.fullmatch(r"[1-9]\d*:[1-9]\d*", part):
+        sizes = [parse_size(size) for size in part.split(":")]
+        if len(sizes) != 2 or 0 in sizes:
             raise InputError(f"--cells: wanted BATCH:CONTEXT,..., got {part!r}")
-        batch, context = map(int, part.split(":"))
-        found.setdefault(batch, []).append(context)
+        found.setdefault(sizes[0], []).append(sizes[1])
     return found
 
 
@@ -321,14 +317,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-3-8b", help="a shape of data/reference/model_shapes.csv")
     parser.add_argument("--backends", default=",".join(BACKENDS))
-    parser.add_argument("--k", default="0,3,7", type=integers)
+    parser.add_argument("--k", default="0,3,7")
     parser.add_argument("--cells", metavar="B:C,...", help="batch:context (default: 1 and 8, each at 2048 to 131072)")
     parser.add_argument("--budget", default="20m")
     parser.add_argument("--out", type=Path, default=RUNS)
     parser.add_argument("--dry-run", action="store_true", help="print the cells")
     given = parser.parse_args()
     by_batch = cells_of(given.cells) if given.cells else CELLS
-    cells = points(given.backends.split(","), given.k, by_batch, model_shape(given.model).name)
+    ks = [parse_size(k) for k in given.k.split(",")]
+    cells = points(given.backends.split(","), ks, by_batch, model_shape(given.model).name)
     if given.dry_run:
         for cell in cells:
             print(cell["setting"], f"k={cell['num_speculative_tokens']}", cell["batch_size"], int(cell["context_len"]))

@@ -177,22 +177,11 @@ def _renamed(name: str, layout: str) -> str:
 def _check(
     config: dict[str, Any], shape: ModelShape, target: ModelShape, target_name: str, name: str, *, own_embedding: bool
 ) -> None:
-    hidden, vocabulary = target.hidden_size, target.vocab_size
-    pairs = [("vocabulary of", shape.vocab_size, vocabulary)]
-    pairs.append(
-        (
-            "target hidden size",
-            config.get("target_hidden_size") or (hidden if own_embedding else shape.hidden_size),
-            hidden,
-        )
-    )
-    for what, draft, own in pairs:
+    hidden = config.get("target_hidden_size") or (target.hidden_size if own_embedding else shape.hidden_size)
+    sides = {"vocabulary": (shape.vocab_size, target.vocab_size), "target hidden size": (hidden, target.hidden_size)}
+    for what, (draft, own) in sides.items():
         if draft != own:
-            raise InputError(
-                f"draft model {name}: its {what} is {draft}, target {target_name} has {own}".replace(
-                    "vocabulary of is", "vocabulary is"
-                )
-            )
+            raise InputError(f"draft model {name}: its {what} is {draft}, target {target_name} has {own}")
     layers = config.get("num_target_layers")
     if layers is not None and layers != target.num_layers:
         raise InputError(

@@ -74,7 +74,7 @@ def _name_drafters(points: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], 
         folder, option = drafter_folder(name, target), split_name(name)[1]
         names[name] = name
         if folder is not None:
-            check_checkpoint(folder, target, target_shape(target))
+            check_checkpoint(folder, Path(target).name, target_shape(target))
             names[name] = model_identity(str(folder)) + (f"+{option}" if option else "")
             folders[names[name]] = str(folder.resolve())
     named = [point | {"drafter": names[point["drafter"]]} if point.get("drafter") else point for point in points]

@@ -12,7 +12,7 @@ import pandas as pd
 
 from labkit.axes import parse_axes
 from labkit.decide.ratios import ratio_table
-from labkit.errors import BackendUnavailable, InputError
+from labkit.errors import BackendUnavailable, InputError, Unsupported
 from labkit.experiments import attention, common
 from labkit.plots.attention_table import cell_table
 from labkit.plots.style import format_tokens
@@ -133,7 +133,7 @@ def _child(pipe: Connection, asked: dict[str, Any], backend_file: str | None) ->
 
             load_backend_file(backend_file)
         pipe.send(try_backend(**asked))
-    except (InputError, BackendUnavailable) as error:
+    except (InputError, Unsupported, BackendUnavailable) as error:
         pipe.send(str(error))
 
 

@@ -70,15 +70,16 @@ class Session:
         usual = self.rows("loop")
         if self.source == "run":
             return usual
-        wanted, everyone = set(distinct(acceptance, "drafter")), load_runs("loop", *filter(None, [self.data_dir]))
-        known = {str(gpu): len(wanted & set(rows["drafter"].dropna())) for gpu, rows in everyone.groupby("gpu")}
-        best = max(known, key=lambda gpu: (known[gpu], gpu in set(usual["gpu"])))
-        if best in set(usual["gpu"]):
+        runs = find_runs("loop", *filter(None, [self.data_dir]))
+        rows, place = load_runs("loop", *(run.path for run in runs)), str(usual["gpu"].iloc[0])
+        wanted = set(distinct(acceptance, "drafter"))
+        known = {str(gpu): len(wanted & set(some["drafter"].dropna())) for gpu, some in rows.groupby("gpu")}
+        best = max(known, key=lambda gpu: (known[gpu], gpu == place))
+        if best == place:
             return usual
-        found = find_runs("loop", *filter(None, [self.data_dir]))
-        self.used.extend(run.path for run in found if run.sidecar["gpu"] == best and run.path not in self.used)
+        self.used.extend(run.path for run in runs if run.sidecar["gpu"] == best and run.path not in self.used)
         print(f"loop: {known[best]} of these drafters were timed on {best}")
-        return everyone[everyone["gpu"] == best]
+        return rows[rows["gpu"] == best]
 
     def rows_if_any(self, experiment: str) -> pd.DataFrame:
         """As `rows`; where nothing is stored yet, one sentence and a frame of the experiment's columns without rows."""
